@@ -1,0 +1,155 @@
+"""What a card allows and promises: architecture, limits of a block and of an SM, peak rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import UsageError
+
+HOST_ARCH = "host"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A card's limits and peaks.
+
+    Attributes:
+        name: As the driver reports it.
+        arch: The compile target, such as ``sm_120a``; ``host`` compiles as plain C++ and runs on a CPU.
+        sm_count: Streaming multiprocessors.
+        shared_memory_per_block_bytes: The most a block may ask for (opt-in).
+        shared_memory_per_sm_bytes: What the blocks of an SM share, with 1 KiB reserved for each of them.
+        registers_per_sm: 32-bit registers of an SM.
+        max_threads_per_sm: Resident threads of an SM.
+        boost_clock_ghz: The clock at which ``peak_tflops`` is stated.
+        peak_tflops: Dense bf16/fp16 tensor peak with fp32 accumulation.
+        bandwidth_tb_s: DRAM bandwidth, TB/s.
+    """
+
+    name: str
+    arch: str
+    sm_count: int
+    shared_memory_per_block_bytes: int
+    shared_memory_per_sm_bytes: int
+    registers_per_sm: int
+    max_threads_per_sm: int
+    boost_clock_ghz: float
+    peak_tflops: float
+    bandwidth_tb_s: float
+
+    max_threads_per_block = 1024
+    max_registers_per_thread = 255
+    reserved_shared_memory_per_block_bytes = 1024
+
+
+RTX_5090 = Device(
+    name="NVIDIA GeForce RTX 5090",
+    arch="sm_120a",
+    sm_count=170,
+    shared_memory_per_block_bytes=101_376,
+    shared_memory_per_sm_bytes=102_400,
+    registers_per_sm=65_536,
+    max_threads_per_sm=1536,
+    boost_clock_ghz=2.407,
+    peak_tflops=209.5,
+    bandwidth_tb_s=1.792,
+)
+"""NVIDIA's RTX Blackwell whitepaper; the peak is at the rated boost clock, as the write-up locks it."""
+
+H200 = Device(
+    name="NVIDIA H200",
+    arch="sm_90a",
+    sm_count=132,
+    shared_memory_per_block_bytes=232_448,
+    shared_memory_per_sm_bytes=233_472,
+    registers_per_sm=65_536,
+    max_threads_per_sm=2048,
+    boost_clock_ghz=1.83,
+    peak_tflops=989.4,
+    bandwidth_tb_s=4.8,
+)
+"""NVIDIA's H200 data sheet: dense peak, of `wgmma`; `mma.sync` reaches about two thirds of it."""
+
+H100 = Device(
+    name="NVIDIA H100 80GB HBM3",
+    arch="sm_90a",
+    sm_count=132,
+    shared_memory_per_block_bytes=232_448,
+    shared_memory_per_sm_bytes=233_472,
+    registers_per_sm=65_536,
+    max_threads_per_sm=2048,
+    boost_clock_ghz=1.83,
+    peak_tflops=989.4,
+    bandwidth_tb_s=3.35,
+)
+"""NVIDIA's H100 data sheet, SXM5."""
+
+HOST = Device(
+    name="host CPU",
+    arch=HOST_ARCH,
+    sm_count=1,
+    shared_memory_per_block_bytes=232_448,
+    shared_memory_per_sm_bytes=233_472,
+    registers_per_sm=65_536,
+    max_threads_per_sm=2048,
+    boost_clock_ghz=1.0,
+    peak_tflops=1.0,
+    bandwidth_tb_s=1.0,
+)
+"""The CPU that executes a kernel as plain C++, with an H200's limits so that every kernel runs there. It has no peak: its
+rates are placeholders and no percentage is taken of them."""
+
+KNOWN_DEVICES = (RTX_5090, H200, H100, HOST)
+_BY_ARCH = {"sm_120": RTX_5090, "sm_120a": RTX_5090, "sm_90": H200, "sm_90a": H200, HOST_ARCH: HOST}
+_TENSOR_FLOPS_PER_CLOCK_AND_SM = {9: 4096, 10: 8192, 12: 512}  # dense bf16, fp32 accumulation
+
+
+def device_for_arch(arch: str) -> Device:
+    """The card that stands for a compile target.
+
+    Raises:
+        UsageError: No kernel of this project is made for that target.
+    """
+    if arch not in _BY_ARCH:
+        raise UsageError(f"unknown arch {arch!r}: use one of {', '.join(_BY_ARCH)}")
+    return _BY_ARCH[arch]
+
+
+def device_from_properties(
+    *,
+    name: str,
+    capability: tuple[int, int],
+    sm_count: int,
+    shared_memory_per_block_bytes: int,
+    shared_memory_per_sm_bytes: int,
+    registers_per_sm: int,
+    max_threads_per_sm: int,
+    clock_ghz: float,
+    bandwidth_tb_s: float,
+) -> Device:
+    """A device from what its driver reports; a card that is known by name keeps its published peaks.
+
+    Raises:
+        UsageError: The card has no TMA, which every kernel here loads with (compute capability below 9.0).
+    """
+    major, minor = capability
+    if major < 9:
+        raise UsageError(
+            f"{name} has compute capability {major}.{minor}: the kernels need TMA (9.0 or newer); "
+            "use --arch to generate for another card"
+        )
+    known = next((device for device in KNOWN_DEVICES if device.name == name), None)
+    return Device(
+        name=name,
+        arch=f"sm_{major}{minor}a",
+        sm_count=sm_count,
+        shared_memory_per_block_bytes=shared_memory_per_block_bytes,
+        shared_memory_per_sm_bytes=shared_memory_per_sm_bytes,
+        registers_per_sm=registers_per_sm,
+        max_threads_per_sm=max_threads_per_sm,
+        boost_clock_ghz=known.boost_clock_ghz if known else clock_ghz,
+        peak_tflops=known.peak_tflops
+        if known
+        else sm_count * clock_ghz * _TENSOR_FLOPS_PER_CLOCK_AND_SM.get(major, 4096) / 1000,
+        bandwidth_tb_s=known.bandwidth_tb_s if known else bandwidth_tb_s,
+    )

@@ -1,0 +1,78 @@
+/* The C interface of a generated attention backward: fill bwdtune_arguments, call bwdtune_backward.
+ *
+ * With P = softmax(scale * q k^T + mask) and o = P v, it computes dq, dk and dv from q, k, v, o, dout and the
+ * log-sum-exp of the forward pass. It allocates nothing and synchronises nothing: everything is enqueued on `stream`,
+ * so it may be captured into a CUDA graph. */
+#ifndef BWDTUNE_INTERFACE_H
+#define BWDTUNE_INTERFACE_H
+
+#include <stdint.h>
+
+#define BWDTUNE_ABI_VERSION 1
+
+#if defined(_WIN32)
+#define BWDTUNE_EXPORT __declspec(dllexport)
+#else
+#define BWDTUNE_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A (batch, head, seqlen, head_dim) tensor in device memory. Strides count elements, that of head_dim is 1. The base and
+ * all strides are multiples of 16 bytes (TMA's rule); the stride of a dimension of size 1 is ignored. */
+typedef struct bwdtune_tensor {
+  void* data;
+  int64_t stride_batch;
+  int64_t stride_head;
+  int64_t stride_seqlen;
+} bwdtune_tensor;
+
+typedef struct bwdtune_arguments {
+  int64_t struct_bytes;        /* sizeof(bwdtune_arguments) */
+  bwdtune_tensor q, o, dout;   /* read: (batch, heads_q, seqlen_q, head_dim) */
+  bwdtune_tensor k, v;         /* read: (batch, heads_kv, seqlen_kv, head_dim) */
+  bwdtune_tensor dq;           /* written: as q */
+  bwdtune_tensor dk, dv;       /* written: as k */
+  const float* lse;            /* read: (batch, heads_q, seqlen_q), contiguous, natural logarithm */
+  int64_t batch;               /* sizes are at least 1 */
+  int64_t heads_q;             /* a multiple of heads_kv */
+  int64_t heads_kv;
+  int64_t seqlen_q;
+  int64_t seqlen_kv;
+  float scale;                 /* of q k^T in the softmax */
+  int32_t device;              /* CUDA ordinal of the tensors; the caller's current device is left as it was */
+  void* stream;                /* cudaStream_t of that device */
+  void* workspace;             /* device memory, 16-byte aligned, of any content */
+  int64_t workspace_bytes;     /* at least bwdtune_workspace_bytes() */
+} bwdtune_arguments;
+
+typedef struct bwdtune_info {
+  int64_t struct_bytes;        /* sizeof(bwdtune_info), set by the caller */
+  int32_t abi_version;         /* BWDTUNE_ABI_VERSION of the library */
+  int32_t head_dim;
+  int32_t causal;              /* 1: query i sees keys 0..i; 0: every key */
+  int32_t threads;             /* of a block of the main kernel */
+  int64_t shared_memory_bytes; /* of a block of the main kernel */
+  const char* dtype;           /* "bf16" or "fp16": q, k, v, o, dout and the gradients */
+  const char* config;          /* the tuned configuration's id */
+} bwdtune_info;
+
+/* Bytes of workspace for these sizes: fp32 dq and two floats a row. Negative: an error code. Reads the sizes alone. */
+BWDTUNE_EXPORT int64_t bwdtune_workspace_bytes(const bwdtune_arguments* arguments);
+
+/* Enqueues the backward. 0: enqueued; negative: refused before anything was launched; positive: a cudaError_t. */
+BWDTUNE_EXPORT int bwdtune_backward(const bwdtune_arguments* arguments);
+
+/* One line for an error code of the functions above. */
+BWDTUNE_EXPORT const char* bwdtune_error_text(int code);
+
+/* What this library computes. Fills the struct up to its struct_bytes; 0, or an error code. */
+BWDTUNE_EXPORT int bwdtune_get_info(bwdtune_info* info);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

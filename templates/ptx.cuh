@@ -1,0 +1,209 @@
+// Every instruction and intrinsic that plain C++ does not have, one function each: the only inline PTX of the project.
+// templates/host implements the same functions on a CPU. Shared-memory addresses are 32-bit, as the instructions take them.
+// Source of all semantics: the PTX ISA.
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+namespace ptx {
+
+// ---- element types: 16 bits in memory, packed in pairs in registers ----
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+// Rounds two floats to nearest even; `low` goes to the lower half, which is the lower address.
+template <class Element>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<fp16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <class Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed);
+
+template <>
+__device__ __forceinline__ float2 unpack<bf16>(uint32_t packed) {
+  return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<fp16>(uint32_t packed) {
+  float2 values;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n"
+      "}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(packed));
+  return values;
+}
+
+// 2^x, within 2 ulp; subnormal results are flushed to zero.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- threads ----
+
+__device__ __forceinline__ void sync_threads() { __syncthreads(); }
+
+// True in exactly one thread of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+__device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// ---- shared memory ----
+
+// The block's dynamic shared memory: 1024-byte aligned, as the widest swizzle's pattern repeats every 1024 bytes.
+__device__ __forceinline__ uint32_t shared_memory_base() {
+  extern __shared__ __align__(1024) uint8_t dynamic_shared_memory[];
+  return static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared_memory));
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// ---- global memory ----
+
+// Of memory that no thread of this kernel writes.
+template <class T>
+__device__ __forceinline__ T load_global(const T* pointer) {
+  return __ldg(pointer);
+}
+
+template <class T>
+__device__ __forceinline__ void store_global(T* pointer, T value) {
+  *pointer = value;
+}
+
+__device__ __forceinline__ void reduce_add_global(float* pointer, float value) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(pointer), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void reduce_add_global(float* pointer, float2 value) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pointer), "f"(value.x), "f"(value.y)
+               : "memory");
+}
+
+__device__ __forceinline__ void reduce_add_global(float* pointer, float4 value) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
+
+// ---- mbarrier and TMA ----
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the asynchronous proxy, which TMA completes them through.
+__device__ __forceinline__ void mbarrier_fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Returns once the phase of that parity has completed.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again_%=;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies one box of a 4-D tensor to shared memory and counts its bytes on `barrier`. The destination is named .shared::cta:
+// for sm_120, .shared::cluster compiles to a call with a stack frame.
+__device__ __forceinline__ void tma_load_4d(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+      ::"r"(destination),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
+      : "memory");
+}
+
+// ---- tensor cores ----
+
+// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address));
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address));
+}
+
+// accumulator (16x8, fp32) += a (16x16) * b (16x8).
+template <class Element>
+__device__ __forceinline__ void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ __forceinline__ void mma_m16n8k16<bf16>(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                   uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void mma_m16n8k16<fp16>(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                   uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace ptx

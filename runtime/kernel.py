@@ -1,0 +1,362 @@
+"""A compiled library becomes something that takes torch tensors: the ctypes side of the kernels' C interface."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..gen.errors import BwdtuneError
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_ABI_VERSION = 1
+_ALIGNMENT_BYTES = 16  # of TMA: bases and strides
+_STRIDE_LIMIT_BYTES = 2**40  # of TMA
+
+
+class KernelError(BwdtuneError):
+    """A library that is not a kernel, tensors that it does not take, or a launch that failed."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("stride_batch", ctypes.c_int64),
+        ("stride_head", ctypes.c_int64),
+        ("stride_seqlen", ctypes.c_int64),
+    ]
+
+
+_INPUTS = ("q", "o", "dout", "k", "v")
+_OUTPUTS = ("dq", "dk", "dv")
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [
+        ("struct_bytes", ctypes.c_int64),
+        *((name, _Tensor) for name in (*_INPUTS, *_OUTPUTS)),
+        ("lse", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("heads_q", ctypes.c_int64),
+        ("heads_kv", ctypes.c_int64),
+        ("seqlen_q", ctypes.c_int64),
+        ("seqlen_kv", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("device", ctypes.c_int32),
+        ("stream", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
+    ]
+
+
+class _Info(ctypes.Structure):
+    _fields_ = [
+        ("struct_bytes", ctypes.c_int64),
+        ("abi_version", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("shared_memory_bytes", ctypes.c_int64),
+        ("dtype", ctypes.c_char_p),
+        ("config", ctypes.c_char_p),
+    ]
+
+
+@dataclass(frozen=True)
+class KernelInfo:
+    """What a library says of itself.
+
+    Attributes:
+        dtype: ``bf16`` or ``fp16``.
+        head_dim: D.
+        causal: Whether the mask is compiled in.
+        config: The configuration's id.
+        threads: Threads of a block of the main kernel.
+        shared_memory_bytes: Dynamic shared memory of a block.
+    """
+
+    dtype: str
+    head_dim: int
+    causal: bool
+    config: str
+    threads: int
+    shared_memory_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A launch with all of its arguments set, so that a timed region holds nothing but the C call.
+
+    Attributes:
+        arguments: The struct that the library is given.
+        tensors: What its pointers point to; held so that it lives as long as the launch may be repeated.
+    """
+
+    arguments: _Arguments
+    tensors: tuple[torch.Tensor, ...]
+    call: Callable[[_Arguments], None]
+
+    def __call__(self) -> None:
+        """Launches on the stream that was current when the launch was prepared; asynchronous.
+
+        Raises:
+            KernelError: The library refused its arguments or the launch failed.
+        """
+        self.call(self.arguments)
+
+
+class Kernel:
+    """One compiled backward: a dtype, a head_dim, a mask and a configuration, at any sizes.
+
+    Safe between threads, under CUDA graph capture and after a fork: it holds nothing but function pointers.
+    """
+
+    def __init__(self, library: ctypes.CDLL, path: Path) -> None:
+        """Use `load`."""
+        self.path = path
+        self._backward = library.bwdtune_backward
+        self._backward.restype = ctypes.c_int
+        self._backward.argtypes = [ctypes.POINTER(_Arguments)]
+        self._workspace_bytes = library.bwdtune_workspace_bytes
+        self._workspace_bytes.restype = ctypes.c_int64
+        self._workspace_bytes.argtypes = [ctypes.POINTER(_Arguments)]
+        self._error_text = library.bwdtune_error_text
+        self._error_text.restype = ctypes.c_char_p
+        self._error_text.argtypes = [ctypes.c_int]
+        get_info = library.bwdtune_get_info
+        get_info.restype = ctypes.c_int
+        get_info.argtypes = [ctypes.POINTER(_Info)]
+        info = _Info(struct_bytes=ctypes.sizeof(_Info))
+        if get_info(ctypes.byref(info)) or info.abi_version != _ABI_VERSION:
+            raise KernelError(
+                f"{path} has version {info.abi_version} of the kernel interface, not {_ABI_VERSION}: compile it again"
+            )
+        self.info = KernelInfo(
+            dtype=info.dtype.decode(),
+            head_dim=info.head_dim,
+            causal=bool(info.causal),
+            config=info.config.decode(),
+            threads=info.threads,
+            shared_memory_bytes=info.shared_memory_bytes,
+        )
+
+    @classmethod
+    def load(cls, library: Path) -> Kernel:
+        """Loads a shared library that `gen.build` made.
+
+        Raises:
+            KernelError: It cannot be loaded, or it is no kernel of this version.
+        """
+        try:
+            return cls(ctypes.CDLL(str(library)), library)
+        except (OSError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
+            raise KernelError(f"cannot load the kernel {library}: {reason}") from error
+
+    def prepare(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        scale: float,
+        workspace: torch.Tensor | None = None,
+    ) -> Launch:
+        """Checks the tensors and sets up a launch on their device's current stream.
+
+        Args:
+            q: (B, Hq, Sq, D) with any strides; inputs that TMA cannot address are copied once, here.
+            k: (B, Hkv, Skv, D).
+            v: (B, Hkv, Skv, D).
+            o: (B, Hq, Sq, D), the forward's output.
+            dout: (B, Hq, Sq, D), its gradient.
+            lse: (B, Hq, Sq), fp32, natural logarithm.
+            dq: Written; as q. Outputs must be addressable as they are.
+            dk: Written; as k.
+            dv: Written; as v.
+            scale: The softmax scale.
+            workspace: At least `workspace_bytes` bytes, uint8, 16-byte aligned; allocated where it is missing.
+
+        Raises:
+            KernelError: A shape, dtype, device or layout that this kernel does not take.
+        """
+        self._check(q, k, v, o, dout, lse, dq, dk, dv)
+        inputs = [addressable(tensor) for tensor in (q, o, dout, k, v)]
+        outputs = [dq, dk, dv]
+        for name, tensor in zip(_OUTPUTS, outputs, strict=True):
+            if not is_addressable(tensor):
+                raise KernelError(f"{name} has strides {tensor.stride()}: a kernel cannot write to that layout")
+        lse = lse.contiguous()
+        arguments = _Arguments(
+            struct_bytes=ctypes.sizeof(_Arguments),
+            lse=lse.data_ptr(),
+            batch=q.shape[0],
+            heads_q=q.shape[1],
+            heads_kv=k.shape[1],
+            seqlen_q=q.shape[2],
+            seqlen_kv=k.shape[2],
+            scale=scale,
+            device=q.device.index or 0,
+            stream=torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None,
+        )
+        for name, tensor in zip((*_INPUTS, *_OUTPUTS), (*inputs, *outputs), strict=True):
+            setattr(arguments, name, _describe(tensor))
+        needed = self._workspace_bytes(ctypes.byref(arguments))
+        if needed < 0:
+            raise KernelError(f"{self.info.config}: {self._text(needed)}")
+        if workspace is None:
+            workspace = torch.empty(needed, dtype=torch.uint8, device=q.device)
+        elif workspace.numel() < needed or workspace.device != q.device or workspace.data_ptr() % _ALIGNMENT_BYTES:
+            raise KernelError(f"the workspace must hold {needed} bytes, 16-byte aligned, on {q.device}")
+        arguments.workspace = workspace.data_ptr()
+        arguments.workspace_bytes = workspace.numel()
+        return Launch(arguments, (*inputs, *outputs, lse, workspace), self._launch)
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        scale: float,
+        workspace: torch.Tensor | None = None,
+    ) -> None:
+        """Computes dq, dk and dv on the current stream; asynchronous. See `prepare`."""
+        self.prepare(q, k, v, o, dout, lse, dq, dk, dv, scale=scale, workspace=workspace)()
+
+    def workspace_bytes(self, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_kv: int) -> int:
+        """Bytes of scratch memory that a launch at these sizes needs.
+
+        Raises:
+            KernelError: The kernel does not take these sizes.
+        """
+        arguments = _Arguments(
+            struct_bytes=ctypes.sizeof(_Arguments),
+            batch=batch,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_kv=seqlen_kv,
+        )
+        needed: int = self._workspace_bytes(ctypes.byref(arguments))
+        if needed < 0:
+            raise KernelError(f"{self.info.config}: {self._text(needed)}")
+        return needed
+
+    def _launch(self, arguments: _Arguments) -> None:
+        code = self._backward(ctypes.byref(arguments))
+        if code:
+            raise KernelError(f"{self.info.config}: {self._text(code)}")
+
+    def _text(self, code: int) -> str:
+        return (self._error_text(code) or b"unknown error").decode(errors="replace")
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> None:
+        o, dout, lse, dq, dk, dv = rest
+        if q.dim() != 4 or k.dim() != 4:
+            raise KernelError(f"q has {q.dim()} and k {k.dim()} dimensions: both need 4, (B, H, S, D)")
+        batch, heads_q, _, head_dim = q.shape
+        if head_dim != self.info.head_dim:
+            raise KernelError(f"head_dim is {head_dim}: this kernel was compiled for {self.info.head_dim}")
+        if k.shape[0] != batch or k.shape[3] != head_dim or not k.shape[1] or heads_q % k.shape[1]:
+            raise KernelError(f"q of shape {tuple(q.shape)} does not go with k of shape {tuple(k.shape)}")
+        dtype = TORCH_DTYPES[self.info.dtype]
+        named = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+        for name, tensor in named.items():
+            shape = k.shape if name in ("k", "v", "dk", "dv") else q.shape
+            if tensor.shape != shape:
+                raise KernelError(f"{name} has shape {tuple(tensor.shape)}: it must be {tuple(shape)}")
+            if tensor.dtype != dtype:
+                raise KernelError(f"{name} is {tensor.dtype}: this kernel was compiled for {dtype}")
+            if tensor.device != q.device:
+                raise KernelError(f"{name} is on {tensor.device} and q on {q.device}: they must share a device")
+        if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or lse.device != q.device:
+            raise KernelError(f"lse must be float32 of shape {tuple(q.shape[:3])} on {q.device}")
+
+
+def backward(
+    kernel: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of attention, in their inputs' layouts; asynchronous on the device's current stream.
+
+    Args:
+        kernel: For the inputs' dtype, head_dim and mask.
+        q: (B, Hq, Sq, D), any strides.
+        k: (B, Hkv, Skv, D).
+        v: (B, Hkv, Skv, D).
+        o: (B, Hq, Sq, D).
+        dout: (B, Hq, Sq, D), any strides, expanded ones too.
+        lse: (B, Hq, Sq), fp32, natural logarithm.
+        scale: The softmax scale.
+
+    Returns:
+        dq, dk and dv. A gradient has its input's strides where those are dense with a unit last stride, else it is
+        dense in the same order or contiguous. Where there are no queries or no keys, all are zero or empty.
+
+    Raises:
+        KernelError: A shape, dtype or device that the kernel does not take, or a launch that failed.
+    """
+    if not q.numel() or not k.numel():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    gradients = _gradient_like(q), _gradient_like(k), _gradient_like(v)
+    kernel.launch(q, k, v, o, dout, lse, *gradients, scale=scale)
+    return gradients
+
+
+def is_addressable(tensor: torch.Tensor) -> bool:
+    """Whether TMA can address a (B, H, S, D) tensor as it lies: unit last stride, base and other strides aligned.
+
+    A stride of zero (an expanded dimension) is not addressable; the stride of a dimension of size one is ignored.
+    """
+    size = tensor.element_size()
+    return (
+        (tensor.stride(3) == 1 or tensor.shape[3] == 1)
+        and tensor.data_ptr() % _ALIGNMENT_BYTES == 0
+        and all(
+            extent == 1 or (0 < stride * size < _STRIDE_LIMIT_BYTES and stride * size % _ALIGNMENT_BYTES == 0)
+            for extent, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+        )
+    )
+
+
+def addressable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a packed copy where TMA cannot address it as it lies."""
+    return tensor if is_addressable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _gradient_like(tensor: torch.Tensor) -> torch.Tensor:
+    gradient = torch.empty_like(tensor)
+    return gradient if is_addressable(gradient) else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _describe(tensor: torch.Tensor) -> _Tensor:
+    # The stride of a dimension of size one is never multiplied by anything but zero, yet torch allows any value there
+    # and TMA does not: the row's length always suits it.
+    strides = (
+        tensor.shape[3] if extent == 1 else stride
+        for extent, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
+    return _Tensor(tensor.data_ptr(), *strides)

@@ -1,0 +1,183 @@
+// The kernels' C interface over a naive fp32 backward on the CPU: a correct kernel for tests of what stands around one, and
+// with FAULT set, kernels that are wrong in one way each.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "interface.h"
+
+#define NONE 0
+#define HALF_OF_THE_ROWS 1      // leaves the second half of dk and dv as it was
+#define ACCUMULATES 2           // adds to dq without clearing it
+#define OTHER_MASK 3            // the diagonal one too far
+#define CHANGES_AN_INPUT 4      // writes to k
+#define NAN_TAIL 5              // the last row of dq is not a number where seqlen_q is odd
+#define ONE_ELEMENT 6           // one wrong element in dv, after the first tile
+#define WRITES_PAST_THE_END 7   // the row after the last of dk
+#define FORGETS_THE_SCALE 8     // in dq
+#define SEGFAULT 9
+#define ENDLESS 10
+#define ERROR_CODE 11
+#define READS_THE_WORKSPACE 12  // as if it were cleared
+#define FORGETS_STRIDES 13      // takes dout for packed
+#define ONE_QUERY_HEAD 14       // of a group adds to dk and dv
+#define ABORTS 15
+
+#ifndef FAULT
+#define FAULT NONE
+#endif
+
+namespace {
+
+float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+#if BF16
+float load(uint16_t x) { return from_bits(static_cast<uint32_t>(x) << 16); }
+uint16_t store(float x) {
+  if (std::isnan(x)) return 0x7fc0;
+  const uint32_t bits = to_bits(x);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+#else
+float load(uint16_t x) {
+  const int exponent = x >> 10 & 31, fraction = x & 1023;
+  const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
+                          : exponent     ? std::ldexp(1024.f + fraction, exponent - 25)
+                                         : std::ldexp(static_cast<float>(fraction), -24);
+  return x >> 15 ? -magnitude : magnitude;
+}
+uint16_t store(float x) {
+  const uint16_t sign = to_bits(x) >> 16 & 0x8000;
+  if (std::isnan(x)) return 0x7e00;
+  const float magnitude = std::fabs(x);
+  if (magnitude >= 65520.f) return sign | 0x7c00;
+  if (magnitude < std::ldexp(1.f, -14)) return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(magnitude, 24)));
+  const int exponent = std::ilogb(magnitude);
+  return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)) + ((exponent + 14) << 10));
+}
+#endif
+
+struct Rows {
+  uint16_t* data;
+  int64_t stride;
+
+  Rows(const bwdtune_tensor& t, int64_t batch, int64_t head)
+      : data(static_cast<uint16_t*>(t.data) + batch * t.stride_batch + head * t.stride_head), stride(t.stride_seqlen) {}
+  float get(int64_t row, int column) const { return load(data[row * stride + column]); }
+  void set(int64_t row, int column, float value) const { data[row * stride + column] = store(value); }
+};
+
+void head(const bwdtune_arguments& a, int64_t batch, int64_t head_kv) {
+  const int64_t group = a.heads_q / a.heads_kv, sq = a.seqlen_q, skv = a.seqlen_kv;
+  const Rows k(a.k, batch, head_kv), v(a.v, batch, head_kv), dk(a.dk, batch, head_kv), dv(a.dv, batch, head_kv);
+  std::vector<float> dk_sum(skv * HEAD_DIM), dv_sum(skv * HEAD_DIM), dq_row(HEAD_DIM);
+  for (int64_t head_q = head_kv * group; head_q < (head_kv + 1) * group; head_q++) {
+    bwdtune_tensor dout_layout = a.dout;
+    if (FAULT == FORGETS_STRIDES) {
+      dout_layout.stride_seqlen = HEAD_DIM;
+      dout_layout.stride_head = sq * HEAD_DIM;
+      dout_layout.stride_batch = a.heads_q * sq * HEAD_DIM;
+    }
+    const Rows q(a.q, batch, head_q), o(a.o, batch, head_q), dout(dout_layout, batch, head_q), dq(a.dq, batch, head_q);
+    const float* lse = a.lse + (batch * a.heads_q + head_q) * sq;
+    for (int64_t i = 0; i < sq; i++) {
+      float delta = 0;
+      for (int d = 0; d < HEAD_DIM; d++) delta += o.get(i, d) * dout.get(i, d);
+      std::fill(dq_row.begin(), dq_row.end(), 0.f);
+      const int64_t keys = CAUSAL ? std::min(i + 1 + (FAULT == OTHER_MASK), skv) : skv - (FAULT == OTHER_MASK);
+      for (int64_t j = 0; j < keys; j++) {
+        float s = 0, dp = 0;
+        for (int d = 0; d < HEAD_DIM; d++) {
+          s += q.get(i, d) * k.get(j, d);
+          dp += dout.get(i, d) * v.get(j, d);
+        }
+        const float p = std::exp(a.scale * s - lse[i]), ds = p * (dp - delta) * a.scale;
+        const bool counts = FAULT != ONE_QUERY_HEAD || head_q % group == 0;
+        for (int d = 0; d < HEAD_DIM; d++) {
+          dq_row[d] += ds * k.get(j, d) / (FAULT == FORGETS_THE_SCALE ? a.scale : 1);
+          if (counts) dk_sum[j * HEAD_DIM + d] += ds * q.get(i, d);
+          if (counts) dv_sum[j * HEAD_DIM + d] += p * dout.get(i, d);
+        }
+      }
+      for (int d = 0; d < HEAD_DIM; d++) dq.set(i, d, dq_row[d] + (FAULT == ACCUMULATES ? dq.get(i, d) : 0));
+    }
+    if (FAULT == NAN_TAIL && sq % 2) dq.set(sq - 1, 0, NAN);
+  }
+  const int64_t written = FAULT == HALF_OF_THE_ROWS ? (skv + 1) / 2 : skv;
+  for (int64_t j = 0; j < written; j++)
+    for (int d = 0; d < HEAD_DIM; d++) {
+      dk.set(j, d, dk_sum[j * HEAD_DIM + d]);
+      dv.set(j, d, dv_sum[j * HEAD_DIM + d]);
+    }
+  if (FAULT == ONE_ELEMENT && skv > 70) dv.set(70, 5, dv.get(70, 5) * -1.5f);
+  if (FAULT == WRITES_PAST_THE_END && batch == a.batch - 1 && head_kv == a.heads_kv - 1)
+    for (int d = 0; d < HEAD_DIM; d++) dk.set(skv, d, 1);
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t bwdtune_workspace_bytes(const bwdtune_arguments* a) {
+  if (a->struct_bytes != sizeof(bwdtune_arguments)) return -1;
+  if (a->seqlen_q > 1 << 20) return -8;
+  return a->batch * a->heads_q * a->seqlen_q * (HEAD_DIM + 2) * 4;
+}
+
+int bwdtune_backward(const bwdtune_arguments* a) {
+  if (a->struct_bytes != sizeof(bwdtune_arguments)) return -1;
+  for (const bwdtune_tensor* t : {&a->q, &a->k, &a->v, &a->o, &a->dout, &a->dq, &a->dk, &a->dv}) {
+    const bool aligned = (reinterpret_cast<uintptr_t>(t->data) | t->stride_batch * 2 | t->stride_head * 2 | t->stride_seqlen * 2) % 16 == 0;
+    if (!aligned || t->stride_batch <= 0 || t->stride_head <= 0 || t->stride_seqlen <= 0) return -5;
+  }
+  if (a->workspace_bytes < bwdtune_workspace_bytes(a)) return -7;
+  if (FAULT == SEGFAULT) *reinterpret_cast<volatile int*>(8) = 1;
+  if (FAULT == ABORTS) std::abort();
+  while (FAULT == ENDLESS) sleep(1);
+  if (FAULT == ERROR_CODE) return 719;
+  if (FAULT == CHANGES_AN_INPUT) static_cast<uint16_t*>(a->k.data)[0] ^= 0x8000;
+  for (int64_t batch = 0; batch < a->batch; batch++)
+    for (int64_t head_kv = 0; head_kv < a->heads_kv; head_kv++) head(*a, batch, head_kv);
+  if (FAULT == READS_THE_WORKSPACE) {
+    uint16_t* dq = static_cast<uint16_t*>(a->dq.data);
+    *dq = store(load(*dq) + *static_cast<float*>(a->workspace));
+  }
+  return 0;
+}
+
+const char* bwdtune_error_text(int code) {
+  switch (code) {
+    case -1: return "struct_bytes is not this library's";
+    case -5: return "a base or stride is not a multiple of 16 bytes";
+    case -7: return "the workspace is too small";
+    case -8: return "a size is too large";
+    default: return "unspecified launch failure";
+  }
+}
+
+int bwdtune_get_info(bwdtune_info* info) {
+  if (info->struct_bytes != sizeof(bwdtune_info)) return -1;
+  info->abi_version = ABI_VERSION;
+  info->head_dim = HEAD_DIM;
+  info->causal = CAUSAL;
+  info->threads = 128;
+  info->shared_memory_bytes = 81920;
+  info->dtype = BF16 ? "bf16" : "fp16";
+  info->config = "stub";
+  return 0;
+}
+}

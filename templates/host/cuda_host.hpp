@@ -1,0 +1,243 @@
+// The part of CUDA's language and runtime that a generated kernel names, for a plain C++ compiler. Values of enums are CUDA's.
+#pragma once
+
+#include <dlfcn.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define __global__
+#define __device__
+#define __host__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(bytes) alignas(bytes)
+#define __forceinline__ inline __attribute__((always_inline))
+
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+constexpr float2 make_float2(float x, float y) { return {x, y}; }
+constexpr float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+constexpr uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+constexpr uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+// Of mixed arithmetic types, as CUDA's overloads.
+template <class A, class B>
+constexpr auto min(A a, B b) {
+  return b < a ? b : a;
+}
+template <class A, class B>
+constexpr auto max(A a, B b) {
+  return a < b ? b : a;
+}
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorSymbolNotFound = 500,
+  cudaErrorIllegalAddress = 700,
+  cudaErrorLaunchTimeout = 702,
+  cudaErrorMisalignedAddress = 716,
+  cudaErrorLaunchFailure = 719,
+};
+typedef struct CUstream_st* cudaStream_t;
+
+namespace bwdtune_host __attribute__((visibility("hidden"))) {
+
+// What the last refusal or fault of this OS thread was: cudaGetErrorString tells it in place of a general text.
+struct LastError {
+  cudaError_t code;
+  char text[640];
+};
+inline thread_local LastError last_error;
+
+__attribute__((format(printf, 2, 3))) inline cudaError_t refuse(cudaError_t code, const char* format, ...) {
+  va_list values;
+  va_start(values, format);
+  vsnprintf(last_error.text, sizeof last_error.text, format, values);
+  va_end(values);
+  return last_error.code = code;
+}
+
+// An integer from the environment, which Python may change between launches.
+inline long setting(const char* name, long otherwise) {
+  const char* text = getenv(name);
+  return text && *text ? strtol(text, nullptr, 10) : otherwise;
+}
+
+// The most dynamic shared memory of a block on the card that is stood for: an H200's unless told.
+inline long shared_memory_limit() { return setting("BWDTUNE_HOST_SMEM_LIMIT", 232448); }
+
+}  // namespace bwdtune_host
+
+inline const char* cudaGetErrorString(cudaError_t code) {
+  if (code == bwdtune_host::last_error.code) return code ? bwdtune_host::last_error.text : "no error";
+  return code ? "an error of an earlier call, or of another thread" : "no error";
+}
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaSetDevice(int device) {
+  if (device == 0) return cudaSuccess;
+  return bwdtune_host::refuse(cudaErrorInvalidDevice, "device %d: the host target has device 0 alone", device);
+}
+
+// ---- tensor maps ----
+
+enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1 };
+enum CUtensorMapDataType {
+  CU_TENSOR_MAP_DATA_TYPE_UINT8 = 0,
+  CU_TENSOR_MAP_DATA_TYPE_UINT16 = 1,
+  CU_TENSOR_MAP_DATA_TYPE_UINT32 = 2,
+  CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
+  CU_TENSOR_MAP_DATA_TYPE_FLOAT32 = 7,
+  CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9,
+};
+enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE = 0 };
+enum CUtensorMapSwizzle {
+  CU_TENSOR_MAP_SWIZZLE_NONE = 0,
+  CU_TENSOR_MAP_SWIZZLE_32B = 1,
+  CU_TENSOR_MAP_SWIZZLE_64B = 2,
+  CU_TENSOR_MAP_SWIZZLE_128B = 3,
+};
+enum CUtensorMapL2promotion {
+  CU_TENSOR_MAP_L2_PROMOTION_NONE = 0,
+  CU_TENSOR_MAP_L2_PROMOTION_L2_64B = 1,
+  CU_TENSOR_MAP_L2_PROMOTION_L2_128B = 2,
+  CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3,
+};
+enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
+typedef uint32_t cuuint32_t;
+typedef uint64_t cuuint64_t;
+
+// Opaque to the kernel, 128 bytes and 64-byte aligned as the driver's.
+struct alignas(64) CUtensorMap {
+  uint64_t opaque[16];
+};
+
+namespace bwdtune_host __attribute__((visibility("hidden"))) {
+
+constexpr uint32_t kTensorMapMagic = 0x62776474;
+constexpr int kMaxRank = 5;
+
+struct TensorMap {
+  uint32_t magic;
+  uint8_t rank, element_bytes, swizzle_bytes;   // swizzle_bytes: the span that is permuted, 0 for none
+  const uint8_t* base;
+  uint64_t size[kMaxRank];                      // elements
+  uint64_t stride[kMaxRank - 1];                // bytes, of dimensions 1 and up
+  uint16_t box[kMaxRank];                       // elements
+};
+static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
+
+inline uint32_t element_bytes(CUtensorMapDataType type) {
+  switch (type) {
+    case CU_TENSOR_MAP_DATA_TYPE_UINT8: return 1;
+    case CU_TENSOR_MAP_DATA_TYPE_UINT16:
+    case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
+    case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: return 2;
+    case CU_TENSOR_MAP_DATA_TYPE_UINT32:
+    case CU_TENSOR_MAP_DATA_TYPE_FLOAT32: return 4;
+  }
+  return 0;
+}
+
+inline CUresult refuse_map(const char* format, unsigned long long a, unsigned long long b = 0) {
+  char text[256];
+  snprintf(text, sizeof text, format, a, b);
+  refuse(cudaErrorInvalidValue, "cuTensorMapEncodeTiled: %s", text);
+  return CUDA_ERROR_INVALID_VALUE;
+}
+
+// With the checks of the CUDA driver API's reference for cuTensorMapEncodeTiled; interleaved layouts, strided boxes and
+// NaN fill are refused, as no kernel uses them.
+inline CUresult encode_tiled(CUtensorMap* encoded, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                             const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                             const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
+                             CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  const uint32_t bytes = element_bytes(type);
+  if (reinterpret_cast<uintptr_t>(encoded) % 64) return refuse_map("the map is not 64-byte aligned%.0llu", 0);
+  if (!bytes) return refuse_map("data type %llu is unknown", type);
+  if (rank < 1 || rank > kMaxRank) return refuse_map("rank %llu: it must lie between 1 and 5", rank);
+  if (!address || reinterpret_cast<uintptr_t>(address) % 16)
+    return refuse_map("base address 0x%llx is null or not 16-byte aligned", reinterpret_cast<uintptr_t>(address));
+  if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+    return refuse_map("interleave %llu with fill %llu: the host target has neither", interleave, fill);
+  if (static_cast<unsigned>(promotion) > CU_TENSOR_MAP_L2_PROMOTION_L2_256B)
+    return refuse_map("L2 promotion %llu is unknown", promotion);
+  if (static_cast<unsigned>(swizzle) > CU_TENSOR_MAP_SWIZZLE_128B)
+    return refuse_map("swizzle %llu is unknown", swizzle);
+  TensorMap map = {};
+  map.magic = kTensorMapMagic;
+  map.rank = static_cast<uint8_t>(rank);
+  map.element_bytes = static_cast<uint8_t>(bytes);
+  map.swizzle_bytes = static_cast<uint8_t>(swizzle == CU_TENSOR_MAP_SWIZZLE_NONE ? 0 : 16u << swizzle);
+  map.base = static_cast<const uint8_t*>(address);
+  for (uint32_t i = 0; i < rank; ++i) {
+    if (sizes[i] < 1 || sizes[i] > 1ull << 32)
+      return refuse_map("size %2$llu of dimension %1$llu: it must lie between 1 and 2^32", i, sizes[i]);
+    if (box[i] < 1 || box[i] > 256)
+      return refuse_map("box size %2$llu of dimension %1$llu: it must lie between 1 and 256", i, box[i]);
+    if (element_strides[i] != 1)
+      return refuse_map("element stride %2$llu of dimension %1$llu: the host target takes 1", i, element_strides[i]);
+    if (i > 0 && (strides[i - 1] % 16 || strides[i - 1] >= 1ull << 40))
+      return refuse_map("stride of dimension %llu is %llu bytes: it must be a multiple of 16 below 2^40", i,
+                        strides[i - 1]);
+    map.size[i] = sizes[i];
+    map.box[i] = static_cast<uint16_t>(box[i]);
+    if (i > 0) map.stride[i - 1] = strides[i - 1];
+  }
+  if (box[0] * bytes % 16)
+    return refuse_map("the box's rows of %llu bytes are no multiple of 16", box[0] * bytes);
+  if (map.swizzle_bytes && box[0] * bytes > map.swizzle_bytes)
+    return refuse_map("the box's rows of %llu bytes exceed the swizzle's %llu", box[0] * bytes, map.swizzle_bytes);
+  memset(encoded, 0, sizeof *encoded);
+  memcpy(encoded, &map, sizeof map);
+  return CUDA_SUCCESS;
+}
+
+}  // namespace bwdtune_host
+
+enum { cudaEnableDefault = 0 };
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess = 0,
+  cudaDriverEntryPointSymbolNotFound = 1,
+  cudaDriverEntryPointVersionNotSufficent = 2,
+};
+
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned, unsigned long long,
+                                                    cudaDriverEntryPointQueryResult* result = nullptr) {
+  const bool known = strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
+  *function = known ? reinterpret_cast<void*>(&bwdtune_host::encode_tiled) : nullptr;
+  if (result) *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  if (known) return cudaSuccess;
+  return bwdtune_host::refuse(cudaErrorSymbolNotFound, "the host target has no driver function %s", symbol);
+}

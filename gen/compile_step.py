@@ -1,0 +1,397 @@
+"""One compile: under a lock, with a time limit, in a private directory that is published whole.
+
+ninja runs this file as a script (``python -I -S compile_step.py JOB SOCKET``), one process a compile. So it imports the
+standard library only, and the file system is all that it shares with others: several processes may build into one
+cache.
+
+What it publishes, by one rename, is an entry: the source, the library, the compiler's output and a `Record` of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+RECORD_FILE = "variant.json"
+LOG_FILE = "compile.log"
+_ANNOUNCED_WAIT_S = 3.0  # a wait for another process that is longer than this is told
+_POLL_S = 0.05
+_LONGEST_LINE = 200
+_LITTLE_SPACE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class CompiledResources:
+    """What ptxas says of one kernel (``-Xptxas -v``).
+
+    Attributes:
+        registers: A thread.
+        spill_bytes: A thread's spill stores and loads, together.
+        stack_bytes: A thread's stack frame.
+        shared_memory_bytes: A block's static shared memory; what a launch asks for comes on top.
+        barriers: Named barriers of a block.
+    """
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_memory_bytes: int
+    barriers: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ninja's process is told: a JSON file.
+
+    Attributes:
+        index: The number that its reports carry.
+        directory: Private, holds the source already; becomes the entry.
+        entry: Where it is published.
+        lock: The lock file of that entry.
+        command: The compiler's, run in ``directory``.
+        library: File name of what it makes.
+        scratch: Where the compiler's own temporary files go: a path that survives the shell commands that nvcc writes.
+        timeout_s: Limit of the compile, not of a wait for the lock.
+        toolchain: The compiler's version, to be recorded.
+    """
+
+    index: int
+    directory: str
+    entry: str
+    lock: str
+    command: list[str]
+    library: str
+    scratch: str
+    timeout_s: float
+    toolchain: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """How a compile went.
+
+    Attributes:
+        status: ``ok``, ``failed`` or ``timeout``.
+        error: One line; empty for ``ok``.
+        lasting: Whether the same compile would go the same way again. Not so where the machine failed it: no space, a
+            missing header, a compiler that was killed.
+        killed: Whether the compiler was killed from outside (as when memory runs out): worth a second try.
+        library: File name in the entry; empty where there is none.
+        library_bytes: Its size: a file of another size is no result.
+        timeout_s: The limit that it ran under.
+        seconds: How long it took.
+        toolchain: The compiler's version.
+        kernels: Name of each kernel to its `CompiledResources`.
+    """
+
+    status: str
+    error: str
+    lasting: bool
+    killed: bool
+    library: str
+    library_bytes: int
+    timeout_s: float
+    seconds: float
+    toolchain: str
+    kernels: dict[str, CompiledResources] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Record:
+        kernels = {name: CompiledResources(**figures) for name, figures in values.pop("kernels").items()}
+        return cls(**values, kernels=kernels)
+
+
+class Stopped(Exception):
+    """The build that this compile is part of has ended, or was told to."""
+
+
+def read_record(entry: Path) -> Record | None:
+    """The record of an entry that is whole; None where there is none, or a part of it was lost or replaced."""
+    try:
+        record = Record.from_dict(json.loads((entry / RECORD_FILE).read_text(encoding="utf-8")))
+        whole = record.status != "ok" or (entry / record.library).stat().st_size == record.library_bytes
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return record if whole else None
+
+
+def decides(record: Record | None, timeout_s: float) -> bool:
+    """Whether a record answers for a new compile under that limit: a time-out does up to the limit it ran under."""
+    return record is not None and record.lasting and (record.status != "timeout" or record.timeout_s >= timeout_s)
+
+
+def parse_ptxas(text: str) -> dict[str, CompiledResources]:
+    """The figures of each kernel in the output of ``-Xptxas -v``, by the kernel's unmangled name."""
+    kernels: dict[str, CompiledResources] = {}
+    parts = re.split(r"Compiling entry function '([^']+)' for '[^']+'", text)
+    for mangled, figures in zip(parts[1::2], parts[2::2], strict=True):
+        # Functions that were not inlined have properties of their own, before or after the kernel's.
+        own = re.search(
+            rf"Function properties for {re.escape(mangled)}\s+"
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+            figures,
+        )
+        used = re.search(r"Used (\d+) registers.*", figures)
+        if own and used:
+            barriers = re.search(r"used (\d+) barriers", used[0])
+            shared = re.search(r"(\d+) bytes smem", used[0])
+            kernels[_unmangled(mangled)] = CompiledResources(
+                registers=int(used[1]),
+                spill_bytes=int(own[2]) + int(own[3]),
+                stack_bytes=int(own[1]),
+                shared_memory_bytes=int(shared[1]) if shared else 0,
+                barriers=int(barriers[1]) if barriers else 0,
+            )
+    return kernels
+
+
+def _unmangled(name: str) -> str:
+    """The last identifier of a mangled name (``_ZN7bwdtune15backward_kernelEPf``); an ``extern "C"`` one as it is."""
+    start = re.match(r"_ZN?L?", name)
+    rest, last = (name[start.end() :], name) if start else ("", name)
+    while length := re.match(r"L?(\d+)", rest):
+        end = length.end() + int(length[1])
+        last, rest = rest[length.end() : end], rest[end:]
+    return last
+
+
+_ERROR_LINE = re.compile(
+    r"\berror\s*:|\berror #|\bfatal\b|\bptxas error\b|undefined reference|cannot find -l|not found$|died due to signal|"
+    r"Killed|No space left on device",
+)
+_HINTS = (
+    (r"No space left on device", "no space left: free some, or move the cache (BWDTUNE_CACHE) or TMPDIR"),
+    (r"unsupported GNU version", "this g++ is newer than nvcc takes: install an older one and set NVCC_CCBIN to it"),
+    (r"fatal error: \S+: No such file|cannot open source", "a header is missing: the CUDA toolkit is not complete"),
+    (r"cannot find -lcuda", "a library is missing: the CUDA toolkit is not complete"),
+    (r"(gcc|g\+\+|cc1plus): .*not found|Failed to preprocess host compiler", "install g++: nvcc needs it"),
+)
+"""Failures of the machine, not of the source."""
+
+
+def first_error(log: str) -> str:
+    """The line of a compiler's output that says what went wrong; the last one where none says so."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    last = lines[-1] if lines else "the compiler said nothing"
+    line = next((line for line in lines if _ERROR_LINE.search(line)), last)
+    return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
+
+
+def _hint(log: str, directories: list[str]) -> str | None:
+    for pattern, hint in _HINTS:
+        if re.search(pattern, log):
+            return hint
+    full = [path for path in directories if shutil.disk_usage(path).free < _LITTLE_SPACE_BYTES]
+    return f"no space left in {full[0]}" if full else None
+
+
+def _signal_of(exit_status: int, log: str) -> int:
+    """The signal that ended the compiler, or a part of it that it then reports on; 0 where none did."""
+    if exit_status < 0:
+        return -exit_status
+    reported = re.search(r"died due to signal (\d+)", log)
+    if reported:
+        return int(reported[1])
+    if re.search(r"\bKilled signal terminated program\b", log):
+        return signal.SIGKILL
+    return exit_status - 128 if 128 < exit_status < 128 + signal.NSIG else 0  # as a shell that nvcc ran reports it
+
+
+def _failure(job: Job, exit_status: int, log: str, seconds: float) -> Record:
+    number = _signal_of(exit_status, log)
+    killed = number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if number:
+        names = {member.value: member.name for member in signal.Signals}
+        ended = f"the compiler was ended by {names.get(number, f'signal {number}')}"
+        hint = "is memory short? lower MAX_JOBS" if number == signal.SIGKILL else None
+    else:
+        ended = f"exit status {exit_status}"
+        hint = _hint(log, [job.directory, job.scratch])
+    error = "; ".join(filter(None, (first_error(log), ended, hint)))
+    return _failed(job, "failed", error, seconds, lasting=not number and not hint, killed=killed)
+
+
+def _failed(job: Job, status: str, error: str, seconds: float, *, lasting: bool, killed: bool = False) -> Record:
+    return Record(
+        status=status,
+        error=error,
+        lasting=lasting,
+        killed=killed,
+        library="",
+        library_bytes=0,
+        timeout_s=job.timeout_s,
+        seconds=round(seconds, 3),
+        toolchain=job.toolchain,
+    )
+
+
+class _Build:
+    """The build that this process works for, at the other end of a socket: it hears reports, and its end is noticed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def report(self, **message: object) -> None:
+        try:
+            self._connection.send(json.dumps(message).encode())
+        except OSError:
+            raise Stopped from None
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps. Raises Stopped where the build has ended, however it did: its end of the socket is then closed."""
+        if select.select([self._connection], [], [], seconds)[0]:
+            raise Stopped
+
+
+@contextlib.contextmanager
+def _locked(job: Job, build: _Build) -> Iterator[None]:
+    """Holds the entry's lock. It is the operating system's and dies with its holder; the file itself means nothing."""
+    Path(job.lock).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        announce_at = time.monotonic() + _ANNOUNCED_WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    break  # a file system without locks: publishing is atomic all the same, the work may be done twice
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
+                    raise
+            if time.monotonic() >= announce_at:
+                owner = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
+                build.report(event="waiting", index=job.index, lock=job.lock, owner=owner or "an unknown process")
+                announce_at = float("inf")
+            build.wait(_POLL_S)
+        with contextlib.suppress(OSError):  # only to be told to others
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile(job: Job, build: _Build) -> Record:
+    """Runs the compiler in a session of its own, so that all that it started can be ended with it."""
+    started = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(dir=job.scratch, ignore_cleanup_errors=True) as scratch,
+        tempfile.TemporaryFile() as output,
+    ):
+        try:
+            compiler = subprocess.Popen(
+                job.command,
+                cwd=job.directory,
+                env={**os.environ, "TMPDIR": scratch},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return _failed(job, "failed", f"{job.command[0]} does not run: {error.strerror}", 0, lasting=False)
+        try:
+            while compiler.poll() is None and time.monotonic() - started < job.timeout_s:
+                build.wait(_POLL_S)
+            timed_out = compiler.poll() is None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(compiler.pid, signal.SIGKILL)  # also what a compiler that has ended left running
+            exit_status = compiler.wait()
+        seconds = time.monotonic() - started
+        output.seek(0)
+        log = output.read().decode(errors="replace")
+
+    Path(job.directory, LOG_FILE).write_text(f"$ {shlex.join(job.command)}\n{log}", encoding="utf-8")
+    library = Path(job.directory, job.library)
+    if timed_out:
+        return _failed(job, "timeout", f"not compiled within {job.timeout_s:g} s", seconds, lasting=True)
+    if exit_status or not library.is_file():
+        return _failure(job, exit_status, log, seconds)
+    return Record(
+        status="ok",
+        error="",
+        lasting=True,
+        killed=False,
+        library=job.library,
+        library_bytes=library.stat().st_size,
+        timeout_s=job.timeout_s,
+        seconds=round(seconds, 3),
+        toolchain=job.toolchain,
+        kernels=parse_ptxas(log),
+    )
+
+
+def _publish(job: Job, record: Record) -> None:
+    """Makes the private directory the entry, whole, in place of one that decides nothing."""
+    Path(job.directory, RECORD_FILE).write_text(json.dumps(asdict(record)), encoding="utf-8")
+    Path(job.entry).parent.mkdir(parents=True, exist_ok=True)
+    for delay_s in (0.0, 0.1, 0.5, 2.0):
+        time.sleep(delay_s)  # a network file system may say "busy" for a while
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                Path(job.entry).rename(f"{job.directory}.replaced{delay_s}")
+            Path(job.directory).rename(job.entry)
+            return
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+def _run(job: Job, build: _Build) -> Record:
+    """The record of an entry that is there or was made: looking, compiling and publishing happen under one lock."""
+    started = time.monotonic()
+    try:
+        with _locked(job, build):
+            record = read_record(Path(job.entry))
+            if record is None or not decides(record, job.timeout_s):
+                record = _compile(job, build)
+                _publish(job, record)
+            return record
+    except OSError as error:
+        hint = "" if error.errno != errno.ENOSPC else "; free some, or move the cache (BWDTUNE_CACHE) or TMPDIR"
+        where = f" ({error.filename})" if error.filename else ""
+        message = f"cannot write what was compiled: {error.strerror}{where}{hint}"
+        return _failed(job, "failed", message, time.monotonic() - started, lasting=False)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped
+
+
+def main(job_file: str, descriptor: str) -> int:
+    """The script. Exit status: 0 compiled, 1 not compiled, 130 stopped."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    try:
+        job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))
+        build = _Build(socket.socket(fileno=int(descriptor)))
+        build.report(event="started", index=job.index)
+        record = _run(job, build)
+        build.report(event="done", index=job.index, record=asdict(record))
+    except Stopped:
+        return 130
+    return 0 if record.status == "ok" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""Every place outside the package that is written to: the cache of compiled kernels and the database."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from .errors import BwdtuneError
+
+CACHE_VARIABLE = "BWDTUNE_CACHE"
+DATABASE_VARIABLE = "BWDTUNE_DB"
+
+
+class CacheError(BwdtuneError):
+    """The cache directory that was asked for cannot be written."""
+
+
+def cache_dir(option: Path | None = None) -> Path:
+    """The directory to look for compiled kernels in: it may be read-only, or not exist yet.
+
+    The order is: ``option``, ``BWDTUNE_CACHE``, ``XDG_CACHE_HOME/bwdtune``, ``HOME/.cache/bwdtune``, and where none of
+    them can be read or made, a private directory under the system's temporary one (with a warning).
+    """
+    explicit = _explicit_cache_dir(option)
+    if explicit:
+        return explicit
+    usable = (path for path in _default_cache_dirs() if os.path.isdir(path) or _can_be_made(path))
+    return next(usable, None) or _private_dir()
+
+
+def writable_cache_dir(option: Path | None = None) -> Path:
+    """The directory to put compiled kernels into, made where it is missing. The same order as `cache_dir`.
+
+    Raises:
+        CacheError: ``option`` or ``BWDTUNE_CACHE`` names a directory that cannot be written. A default is passed over.
+    """
+    explicit = _explicit_cache_dir(option)
+    if explicit:
+        try:
+            _make_writable(explicit)
+        except OSError as error:
+            raise CacheError(
+                f"cannot write to the cache directory {explicit} ({error.strerror}): "
+                f"choose another with --cache or {CACHE_VARIABLE}"
+            ) from None
+        return explicit
+    for path in _default_cache_dirs():
+        with contextlib.suppress(OSError):
+            _make_writable(path)
+            return path
+    return _private_dir()
+
+
+def default_database() -> Path | str:
+    """The database to use where none is named.
+
+    Returns:
+        ``BWDTUNE_DB`` as a path (or as it stands, where it is a database URL), else a file in the user's data.
+    """
+    value = os.environ.get(DATABASE_VARIABLE)
+    if value:
+        return value if "://" in value else Path(value).expanduser().absolute()
+
+    import platformdirs  # only here: most callers name a database or a cache
+
+    directory = platformdirs.user_data_path("bwdtune", appauthor=False)
+    # Without HOME and an entry in the password file "~" stays as it is: a folder of the current directory.
+    return (directory if directory.is_absolute() else _private_dir()) / "bwdtune.sqlite"
+
+
+def _explicit_cache_dir(option: Path | None) -> Path | None:
+    value = option or os.environ.get(CACHE_VARIABLE)
+    return Path(value).expanduser().absolute() if value else None
+
+
+def _default_cache_dirs() -> Iterator[Path]:
+    for variable, below in (("XDG_CACHE_HOME", "bwdtune"), ("HOME", ".cache/bwdtune")):
+        value = os.environ.get(variable, "")
+        # A relative one would follow the current directory; the XDG specification says to ignore it.
+        if Path(value).is_absolute():
+            yield Path(value, below)
+
+
+def _can_be_made(path: Path) -> bool:
+    # os.path's functions, unlike Path's, take "forbidden" for "no".
+    existing = next(parent for parent in path.parents if os.path.exists(parent))
+    return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
+
+
+def _make_writable(path: Path) -> None:
+    """Raises OSError where no file can be made: permission bits do not tell (root, read-only mounts)."""
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):
+        pass
+
+
+@cache
+def _private_dir() -> Path:
+    """A directory of this user alone. The same for all its processes, unless somebody else holds that name."""
+    path = Path(tempfile.gettempdir()).absolute() / f"bwdtune-{os.geteuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+        # Compiled code is loaded from here, so a directory that others made or can write to will not do.
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError
+    except OSError:
+        path = Path(tempfile.mkdtemp(prefix="bwdtune-"))
+    warnings.warn(
+        f"no home or cache directory can be written: using {path}, which may not outlive this machine's next start; "
+        f"set {CACHE_VARIABLE} and {DATABASE_VARIABLE} to keep what is built and measured",
+        stacklevel=2,
+    )
+    return path

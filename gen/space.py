@@ -1,0 +1,114 @@
+"""The search space: the valid points for a problem on a device, and for each other point the reason."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+
+from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config
+from .device import Device
+from .errors import UsageError
+from .problem import Problem
+from .render import template_hash
+from .resources import blocks_per_sm, estimate, key_group_warps
+
+_LARGEST_HEAD_DIM = 256
+_FRAGMENT_COLUMNS = 16  # ldmatrix.x4 reads two 8-column B fragments at a time
+_SPACE_HASH_DIGITS = 12
+
+
+def refusal(problem: Problem, config: Config, device: Device) -> str | None:
+    """Why `config` cannot serve `problem` on `device`, in words; None where it can, as far as arithmetic tells."""
+    head_dim, warps, per_row_group = problem.head_dim, config.num_warps, config.warps_per_row_group
+    if reason := head_dim_refusal(head_dim):
+        return reason
+    if config.threads > device.max_threads_per_block:
+        return f"{config.threads} threads: a block has at most {device.max_threads_per_block}"
+    if config.block_kv % (_FRAGMENT_COLUMNS * per_row_group):
+        return (
+            f"S does not divide: {config.block_kv} keys among {per_row_group} warps are not a multiple of "
+            f"{_FRAGMENT_COLUMNS} each"
+        )
+    if head_dim % (_FRAGMENT_COLUMNS * per_row_group):
+        return (
+            f"dQ does not divide: {head_dim} columns among {per_row_group} warps are not a multiple of "
+            f"{_FRAGMENT_COLUMNS} each"
+        )
+    key_groups = config.block_kv // MMA_ROWS
+    if warps % key_groups and key_groups % warps:
+        return f"dK and dV do not divide: {warps} warps for {key_groups} groups of {MMA_ROWS} keys"
+    warps_per_key_group, _ = key_group_warps(config)
+    if head_dim % (_FRAGMENT_COLUMNS * warps_per_key_group):
+        return (
+            f"dK and dV do not divide: {head_dim} columns among {warps_per_key_group} warps are not a multiple of "
+            f"{_FRAGMENT_COLUMNS} each"
+        )
+    needs = estimate(problem, config)
+    if needs.shared_memory_bytes > device.shared_memory_per_block_bytes:
+        return (
+            f"{needs.shared_memory_bytes:,} bytes of shared memory: a block of {device.name} has at most "
+            f"{device.shared_memory_per_block_bytes:,}"
+        )
+    blocks = config.min_blocks_per_sm
+    registers = min(
+        device.registers_per_sm // (config.threads * blocks) // 8 * 8, device.max_registers_per_thread
+    )
+    if needs.registers > registers:
+        return (
+            f"about {needs.registers} registers a thread: {blocks} block{'s' if blocks > 1 else ''} of "
+            f"{config.threads} threads leave {registers}"
+        )
+    fitting = blocks_per_sm(
+        device,
+        threads=config.threads,
+        registers=needs.registers,
+        shared_memory_bytes=needs.shared_memory_bytes,
+    )
+    if fitting < blocks:
+        return f"{blocks} blocks an SM are asked for, {fitting} fit by threads and shared memory"
+    return None
+
+
+def head_dim_refusal(head_dim: int) -> str | None:
+    """Why no configuration takes this head_dim, in words; None where some may."""
+    if head_dim % MMA_DEPTH or head_dim > _LARGEST_HEAD_DIM:
+        return f"head_dim {head_dim}: the kernels take multiples of {MMA_DEPTH} up to {_LARGEST_HEAD_DIM}"
+    return None
+
+
+def all_configs() -> Iterator[Config]:
+    """Every point of every family, valid or not, in a fixed order."""
+    for config_type in FAMILIES.values():
+        for values in itertools.product(*config_type.choices.values()):
+            yield config_type(**dict(zip(config_type.choices, values, strict=True)))
+
+
+@functools.lru_cache(maxsize=16)
+def valid_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
+    """The points that arithmetic admits, in a fixed order.
+
+    Raises:
+        UsageError: There is none, with the reason.
+    """
+    if reason := head_dim_refusal(problem.head_dim):
+        raise UsageError(reason)
+    found = tuple(config for config in all_configs() if refusal(problem, config, device) is None)
+    if not found:
+        raise UsageError(f"no configuration fits {problem.label} on {device.name}")
+    return found
+
+
+def refused_configs(problem: Problem, device: Device) -> dict[Config, str]:
+    """The points that arithmetic refuses, each with its reason."""
+    reasons = ((config, refusal(problem, config, device)) for config in all_configs())
+    return {config: reason for config, reason in reasons if reason is not None}
+
+
+def space_hash() -> str:
+    """Changes where the parameters, their choices or the templates do: a study of another space cannot be gone on with."""
+    parameters = {family: config_type.choices for family, config_type in FAMILIES.items()}
+    text = json.dumps([parameters, template_hash()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_SPACE_HASH_DIGITS]

@@ -51,7 +51,7 @@ def render(problem: Problem, config: Config) -> Source:
 
     Depends on the problem's dtype, head_dim and mask, and on the configuration; on nothing else.
     """
-    template = _environment().get_template(f"backward_{config.family}.cu.j2")
+    template = environment().get_template(f"backward_{config.family}.cu.j2")
     text = template.render(
         dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal, config=config
     )
@@ -68,8 +68,9 @@ def template_hash() -> str:
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
+def environment() -> jinja2.Environment:
+    """Reads templates by their path below ``templates/``. An undefined name is an error."""
+    found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -78,5 +79,5 @@ def _environment() -> jinja2.Environment:
         autoescape=False,
     )
     # Plain headers go in as they are: PTX's `{%0, ...}` is not Jinja's.
-    environment.globals["header"] = lambda name: (TEMPLATES / name).read_text(encoding="utf-8").rstrip()
-    return environment
+    found.globals["header"] = lambda name: (TEMPLATES / name).read_text(encoding="utf-8").rstrip()
+    return found

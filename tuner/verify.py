@@ -1,0 +1,382 @@
+"""The third gate: a kernel's gradients against an fp64 reference, on inputs and buffers that faults cannot hide in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..db.records import VerificationRecord
+from ..gen.problem import Problem
+from ..runtime import torch_attention
+from ..runtime.kernel import TORCH_DTYPES, Kernel, KernelError
+
+GRADIENTS = ("dq", "dk", "dv")
+
+_ERROR_FACTOR = 2.0  # the relative error may be so many times PyTorch's own ...
+_ERROR_FLOOR = 0.25  # ... plus so many rounding steps of the dtype
+_WORST_FACTOR = 4.0  # the same for the worst single element, whose extremes vary more
+_WORST_FLOOR = 2.0
+_CANCELLATION = 8.0  # a gradient smaller than its terms by more than this is measured against the terms
+_FAINT_ELEMENTS = 16.0  # an element's terms count as no smaller than the tensor's average over this
+
+_GUARD_BYTES = 4096
+_POISON_BYTE = 0xFF  # every float made of it is not a number
+_CHUNK_ELEMENTS = 2**25  # of a score matrix in fp64: 256 MiB
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input that a kernel is checked on.
+
+    Attributes:
+        problem: The sizes, and the dtype, head_dim and mask of the problem that is tuned.
+        inputs: Kind of content: a key of `INPUTS`.
+        heads_inside: Lay tensors out as (B, S, H, D), as models and PyTorch's forward do, instead of (B, H, S, D).
+        scale_factor: On the default softmax scale.
+        every_head: Compare all heads; else the first and the last of the batch, which real sizes have time for.
+    """
+
+    problem: Problem
+    inputs: str
+    heads_inside: bool = False
+    scale_factor: float = 1.0
+    every_head: bool = True
+
+    @property
+    def name(self) -> str:
+        layout = " (B, S, H, D)" if self.heads_inside else ""
+        scale = f" scale x{self.scale_factor:g}" if self.scale_factor != 1 else ""
+        return f"{self.problem.label} {self.inputs}{layout}{scale}"
+
+    @property
+    def scale(self) -> float:
+        return self.problem.softmax_scale * self.scale_factor
+
+
+def cases(problem: Problem, *, cuda: bool) -> tuple[Case, ...]:
+    """The small problems on which a kernel for `problem` must be right: same dtype, head_dim, mask and group of heads.
+
+    Together they have tails in both lengths for every tile, one token, fewer and more queries than keys, several
+    heads and batches, both layouts, and contents in which bugs show that Gaussian noise hides.
+
+    Args:
+        problem: What is tuned; its lengths, batch and number of heads are replaced.
+        cuda: Add a length of many tiles, for which a CPU is too slow.
+    """
+    group = problem.heads_q // problem.heads_kv
+
+    def sized(batch: int, heads_kv: int, seqlen_q: int, seqlen_kv: int) -> Problem:
+        return problem.resized(
+            batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv
+        )
+
+    small = (
+        Case(sized(1, 1, 1, 1), "normal"),
+        Case(sized(2, 2, 17, 129), "normal", scale_factor=0.5),
+        Case(sized(2, 2, 333, 333), "normal"),
+        Case(sized(1, 2, 256, 256), "large features", heads_inside=True),
+        Case(sized(1, 1, 321, 250), "equal tokens"),
+        Case(sized(1, 2, 129, 391), "near one-hot", heads_inside=True),
+    )
+    return (*small, Case(sized(1, 2, 1187, 1187), "normal")) if cuda else small
+
+
+def _normal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
+    del q, k, v, dout  # as they were drawn
+
+
+def _large_features(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
+    """A few channels far larger than the others, as trained models have them."""
+    channels = slice(3, 6)
+    for tensor, factor in ((q, 4.0), (k, 4.0), (v, 16.0), (dout, 16.0)):
+        tensor[..., channels] *= factor
+
+
+def _equal_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
+    """A long run of one token (padding, silence): most of dS cancels."""
+    del dout
+    run = slice(0, max(1, k.shape[2] * 3 // 4))
+    k[:, :, run] = k[:, :, :1].clone()
+    v[:, :, run] = v[:, :, :1].clone()
+    q[:, :, : q.shape[2] // 2] = q[:, :, :1].clone()
+
+
+def _near_one_hot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
+    """Each query is some key that it sees, weakly or strongly scaled: one probability is almost one."""
+    del v, dout
+    rows = torch.arange(q.shape[2], device=q.device)
+    keys = rows * 7919 % (rows + 1).clamp(max=k.shape[2])
+    strength = torch.where(rows % 2 == 0, 1.0, 2.5)[:, None]
+    q.copy_(k.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, keys] * strength)
+
+
+INPUTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]] = {
+    "normal": _normal,
+    "large features": _large_features,
+    "equal tokens": _equal_tokens,
+    "near one-hot": _near_one_hot,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a backward is given, on one device.
+
+    Attributes:
+        q: (B, Hq, Sq, D).
+        k: (B, Hkv, Skv, D).
+        v: (B, Hkv, Skv, D).
+        dout: (B, Hq, Sq, D).
+        forward: PyTorch's forward of q, k and v.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    forward: torch_attention.Forward
+
+
+def make_inputs(case: Case, device: torch.device) -> Inputs:
+    """Draws a case's inputs: the same at each call on one kind of device."""
+    problem, dtype = case.problem, TORCH_DTYPES[case.problem.dtype]
+    generator = torch.Generator(device).manual_seed(20)
+    queries = (problem.batch, problem.heads_q, problem.seqlen_q, problem.head_dim)
+    keys = (problem.batch, problem.heads_kv, problem.seqlen_kv, problem.head_dim)
+
+    def draw(shape: tuple[int, int, int, int]) -> torch.Tensor:
+        batch, heads, seqlen, head_dim = shape
+        stored = (batch, seqlen, heads, head_dim) if case.heads_inside else shape
+        values = torch.randn(stored, device=device, dtype=dtype, generator=generator)
+        return values.transpose(1, 2) if case.heads_inside else values
+
+    q, k, v, dout = (draw(shape) for shape in (queries, keys, keys, queries))
+    INPUTS[case.inputs](q, k, v, dout)
+    return Inputs(q, k, v, dout, torch_attention.forward(q, k, v, problem.causal, case.scale))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadReference:
+    """The exact gradients of one key/value head and the query heads that share it, in fp64.
+
+    Attributes:
+        batch: Index.
+        head_kv: Index; the query heads are ``head_kv * G`` to ``(head_kv + 1) * G - 1``.
+        gradients: dq (G, Sq, D), dk (Skv, D), dv (Skv, D).
+        terms: For each element the root of the sum of squares of what is summed up for it: how large the gradient
+            would be if nothing cancelled, and so the scale of unavoidable rounding.
+    """
+
+    batch: int
+    head_kv: int
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    terms: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+    def errors(self, results: tuple[torch.Tensor, ...]) -> dict[str, tuple[float, float]]:
+        """For each of dq, dk and dv of the whole batch: the relative L2 error, and the worst element's."""
+        measured = {}
+        group = self.gradients[0].shape[0]
+        query_heads = slice(self.head_kv * group, (self.head_kv + 1) * group)
+        for name, result, exact, terms in zip(GRADIENTS, results, self.gradients, self.terms, strict=True):
+            head = result[self.batch, query_heads if name == "dq" else self.head_kv]
+            difference = head.double() - exact
+            size = max(float(exact.norm()), float(terms.norm()) / _CANCELLATION)
+            faint = terms.square().mean().sqrt() / _FAINT_ELEMENTS
+            relative = float(difference.norm()) / size
+            worst = float((difference.abs() / torch.hypot(terms, faint)).max())
+            measured[name] = (relative, worst) if math.isfinite(relative) else (math.inf, math.inf)
+        return measured
+
+
+def head_reference(case: Case, inputs: Inputs, batch: int, head_kv: int) -> HeadReference:
+    """The textbook backward of one group of heads in fp64, a block of rows at a time so that memory stays bounded."""
+    problem, scale = case.problem, case.scale
+    group = problem.heads_q // problem.heads_kv
+    k, v = inputs.k[batch, head_kv].double(), inputs.v[batch, head_kv].double()
+    dk, dv, dk_terms, dv_terms = (torch.zeros_like(k) for _ in range(4))
+    dq_rows, dq_term_rows = [], []
+    columns = torch.arange(problem.seqlen_kv, device=k.device)
+    chunk = max(1, _CHUNK_ELEMENTS // problem.seqlen_kv)
+    for head_q in range(head_kv * group, (head_kv + 1) * group):
+        for start in range(0, problem.seqlen_q, chunk):
+            rows = slice(start, min(start + chunk, problem.seqlen_q))
+            q, dout = inputs.q[batch, head_q, rows].double(), inputs.dout[batch, head_q, rows].double()
+            s = q @ k.mT * scale
+            if problem.causal:
+                s.masked_fill_(columns > torch.arange(rows.start, rows.stop, device=k.device)[:, None], -math.inf)
+            p = s.softmax(-1)
+            dp = dout @ v.mT
+            delta = (dout * (p @ v)).sum(-1, keepdim=True)
+            ds = p * (dp - delta) * scale
+            ds_squares = (p * scale).square() * (dp.square() + delta.square())
+            dq_rows.append(ds @ k)
+            dq_term_rows.append(ds_squares @ k.square())
+            dk += ds.mT @ q
+            dk_terms += ds_squares.mT @ q.square()
+            dv += p.mT @ dout
+            dv_terms += p.square().mT @ dout.square()
+    dq, dq_terms = (torch.cat(parts).unflatten(0, (group, -1)) for parts in (dq_rows, dq_term_rows))
+    terms = (dq_terms.sqrt(), dk_terms.sqrt(), dv_terms.sqrt())
+    return HeadReference(batch, head_kv, (dq, dk, dv), terms)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A case's inputs, its reference, and the errors that PyTorch's own backward makes on it."""
+
+    case: Case
+    inputs: Inputs
+    heads: tuple[HeadReference, ...]
+    torch_errors: dict[str, tuple[float, float]]
+
+
+class Verifier:
+    """Checks kernels on one device; references are computed once and kept, as many candidates share them."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        """Args:
+        device: Where the kernels run: a CUDA device, or the CPU for libraries of the arch ``host``.
+        """
+        self.device = torch.device(device)
+        self._small: dict[Case, _Prepared] = {}
+        self._real: _Prepared | None = None  # only the last: its tensors are large
+
+    def verify(self, problem: Problem, kernel: Kernel) -> VerificationRecord:
+        """Checks a kernel on the small cases of a problem.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for the cases.
+        """
+        for case in cases(problem, cuda=self.device.type == "cuda"):
+            if case not in self._small:
+                self._small[case] = _prepare(case, self.device)
+        return _judge(kernel, [self._small[case] for case in cases(problem, cuda=self.device.type == "cuda")])
+
+    def verify_at(self, problem: Problem, kernel: Kernel) -> VerificationRecord:
+        """Checks a kernel at the problem's own sizes, on the first and the last head.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for the problem.
+        """
+        case = Case(problem, "normal", every_head=False)
+        if self._real is None or self._real.case != case:
+            self._real = None
+            self._real = _prepare(case, self.device)
+        return _judge(kernel, [self._real])
+
+
+def _prepare(case: Case, device: torch.device) -> _Prepared:
+    inputs = make_inputs(case, device)
+    last = (case.problem.batch - 1, case.problem.heads_kv - 1)
+    every = [(batch, head) for batch in range(last[0] + 1) for head in range(last[1] + 1)]
+    checked = every if case.every_head else sorted({(0, 0), last})
+    heads = tuple(head_reference(case, inputs, batch, head) for batch, head in checked)
+    return _Prepared(case, inputs, heads, _worst_errors(heads, inputs.forward.backward(inputs.dout)))
+
+
+def _worst_errors(
+    heads: tuple[HeadReference, ...], results: tuple[torch.Tensor, ...]
+) -> dict[str, tuple[float, float]]:
+    """The largest over the heads, each kind of error for itself: one wrong head must not vanish in an average."""
+    by_head = [head.errors(results) for head in heads]
+    return {
+        name: (max(errors[name][0] for errors in by_head), max(errors[name][1] for errors in by_head))
+        for name in GRADIENTS
+    }
+
+
+def _judge(kernel: Kernel, prepared: list[_Prepared]) -> VerificationRecord:
+    errors: dict[str, dict[str, float]] = {}
+    faults: list[str] = []
+    for one in prepared:
+        try:
+            results = _run(kernel, one)
+        except (KernelError, _Misbehaviour) as error:
+            return VerificationRecord(False, math.inf, errors, f"{one.case.name}: {error}")
+        measured = _worst_errors(one.heads, results)
+        errors[one.case.name] = {
+            **{name: relative for name, (relative, _) in measured.items()},
+            **{f"torch_{name}": relative for name, (relative, _) in one.torch_errors.items()},
+        }
+        faults += (f"{one.case.name}: {fault}" for fault in _faults(one, results, measured))
+    max_error = max(case_errors[name] for case_errors in errors.values() for name in GRADIENTS)
+    return VerificationRecord(not faults, max_error, errors, faults[0] if faults else "")
+
+
+def _faults(
+    one: _Prepared, results: tuple[torch.Tensor, ...], measured: dict[str, tuple[float, float]]
+) -> Iterator[str]:
+    step = torch.finfo(results[0].dtype).eps / 2
+    for name, result in zip(GRADIENTS, results, strict=True):
+        bad = result.numel() - int(result.isfinite().sum())
+        if bad:
+            yield f"{bad} of {result.numel()} elements of {name} were not written or are not finite"
+            continue
+        # Where PyTorch itself overflows it is no yardstick.
+        allowance = [error if math.isfinite(error) else 0.0 for error in one.torch_errors[name]]
+        relative, worst = measured[name]
+        limit = _ERROR_FACTOR * allowance[0] + _ERROR_FLOOR * step
+        worst_limit = _WORST_FACTOR * allowance[1] + _WORST_FLOOR * step
+        if relative > limit:
+            yield f"the relative error of {name} is {relative:.2g}, PyTorch's {allowance[0]:.2g}"
+        elif worst > worst_limit:
+            yield f"an element of {name} is off by {worst:.2g} of its terms, PyTorch's worst by {allowance[1]:.2g}"
+
+
+class _Misbehaviour(Exception):
+    """The kernel touched memory that is not its to write."""
+
+
+def _run(kernel: Kernel, one: _Prepared) -> tuple[torch.Tensor, ...]:
+    """Runs a kernel once into poisoned buffers and checks that it left everything else alone."""
+    inputs = one.inputs
+    kept = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout}
+    kept |= {"o": inputs.forward.output, "lse": inputs.forward.lse}
+    given = {name: tensor.clone() for name, tensor in kept.items()}  # the next candidate's inputs are out of reach
+    outputs = {name: _Guarded.like(given[name[1:]]) for name in GRADIENTS}
+    sizes = one.case.problem
+    workspace = _Guarded.flat(
+        kernel.workspace_bytes(sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.seqlen_q, sizes.seqlen_kv),
+        inputs.q.device,
+    )
+    kernel.launch(
+        **given,
+        **{name: output.tensor for name, output in outputs.items()},
+        scale=one.case.scale,
+        workspace=workspace.tensor,
+    )
+    if inputs.q.is_cuda:
+        torch.cuda.synchronize(inputs.q.device)
+    for name, tensor in given.items():
+        if not torch.equal(tensor, kept[name]):
+            raise _Misbehaviour(f"it changed its input {name}")
+    for name, guarded in (*outputs.items(), ("the workspace", workspace)):
+        if not guarded.intact():
+            raise _Misbehaviour(f"it wrote outside {name}")
+    return tuple(output.tensor for output in outputs.values())
+
+
+@dataclass(frozen=True, eq=False)
+class _Guarded:
+    """A poisoned tensor between two strips of memory that nothing may write to."""
+
+    storage: torch.Tensor
+    tensor: torch.Tensor
+
+    @classmethod
+    def flat(cls, size_bytes: int, device: torch.device) -> _Guarded:
+        storage = torch.full((size_bytes + 2 * _GUARD_BYTES,), _POISON_BYTE, dtype=torch.uint8, device=device)
+        return cls(storage, storage[_GUARD_BYTES : _GUARD_BYTES + size_bytes])
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> _Guarded:
+        """Of a dense tensor's dtype, shape and strides."""
+        flat = cls.flat(tensor.numel() * tensor.element_size(), tensor.device)
+        return cls(flat.storage, flat.tensor.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()))
+
+    def intact(self) -> bool:
+        strips = self.storage[:_GUARD_BYTES], self.storage[-_GUARD_BYTES:]
+        return all(bool((strip == _POISON_BYTE).all()) for strip in strips)

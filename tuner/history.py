@@ -1,0 +1,161 @@
+"""What the database holds, as tables and as JSON: ``tuner list`` and ``tuner show``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..db.records import Environment, ProblemHistory, StoredMeasurement, Winner
+from ..gen.config import preset_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def winner_to_dict(winner: Winner) -> dict[str, Any]:
+    """A winner as JSON."""
+    problem = winner.problem
+    return {
+        "shape": problem.shape,
+        "causal": problem.causal,
+        "dtype": problem.dtype,
+        "limits": winner.limits,
+        **_environment_to_dict(winner.environment),
+        "config": winner.config.id,
+        "family": winner.config.family,
+        "ms": winner.median_ms,
+        "low_ms": winner.low_ms,
+        "high_ms": winner.high_ms,
+        "tflops": problem.flops / winner.median_ms / 1e9,
+        "max_error": winner.max_error,
+        "registers": winner.registers,
+        "spill_bytes": winner.spill_bytes,
+        "shared_memory_bytes": winner.shared_memory_bytes,
+        "partial": winner.partial,
+        "policy": winner.policy,
+        "source_hash": winner.source_hash,
+        "template_hash": winner.template_hash,
+        "created_at": winner.created_at.isoformat(),
+    }
+
+
+def winners_table(winners: Sequence[Winner]) -> Table:
+    """One row a winner."""
+    from rich.table import Table
+
+    table = Table(title="winners")
+    for heading in ("shape", "dtype", "mask", "GPU", "limits", "configuration"):
+        table.add_column(heading)
+    for heading in ("ms", "TFLOPS", "max error"):
+        table.add_column(heading, justify="right")
+    table.add_column("found")
+    for winner in winners:
+        table.add_row(
+            winner.problem.shape,
+            winner.problem.dtype,
+            "causal" if winner.problem.causal else "full",
+            winner.environment.gpu.name,
+            winner.limits or "-",
+            winner.config.id,
+            f"{winner.median_ms:.3f}",
+            f"{winner.problem.flops / winner.median_ms / 1e9:.1f}",
+            f"{winner.max_error:.1e}",
+            f"{winner.created_at:%Y-%m-%d %H:%M}{' (partial)' if winner.partial else ''}",
+        )
+    return table
+
+
+def history_to_dict(history: ProblemHistory) -> dict[str, Any]:
+    """The JSON of ``tuner show --json``."""
+    return {
+        "shape": history.problem.shape,
+        "causal": history.problem.causal,
+        "dtype": history.problem.dtype,
+        "winners": [winner_to_dict(winner) for winner in history.winners],
+        "measurements": [_measurement_to_dict(measurement) for measurement in history.measurements],
+        "failures": [
+            {"config": variant.config.id, "arch": variant.arch, "gate": gate, "reason": reason}
+            for variant, gate, reason in _failures(history)
+        ],
+    }
+
+
+def history_tables(history: ProblemHistory) -> list[Table]:
+    """Winners, measurements and failures of a problem; what there is none of has no table."""
+    tables = [winners_table(history.winners)] if history.winners else []
+    if history.measurements:
+        tables.append(_measurements_table(history.measurements))
+    if history.failures or history.rejected:
+        tables.append(_failures_table(history))
+    return tables
+
+
+def _measurements_table(measurements: Sequence[StoredMeasurement]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="measurements, fastest first")
+    table.add_column("configuration")
+    table.add_column("GPU")
+    table.add_column("limits")
+    for heading in ("ms", "low to high", "samples", "max error", "registers", "spills, bytes"):
+        table.add_column(heading, justify="right")
+    table.add_column("policy")
+    for measurement in measurements:
+        record, variant, verification = measurement.record, measurement.variant, measurement.verification
+        table.add_row(
+            preset_name(variant.config) or variant.config.id,
+            record.environment.gpu.name,
+            record.limits or "-",
+            f"{record.median_ms:.3f}",
+            f"{record.low_ms:.3f} to {record.high_ms:.3f}",
+            f"{record.samples}",
+            f"{verification.max_error:.1e}" if verification else "not verified",
+            "-" if variant.registers is None else f"{variant.registers}",
+            "-" if variant.spill_bytes is None else f"{variant.spill_bytes:,}",
+            record.policy,
+        )
+    return table
+
+
+def _failures_table(history: ProblemHistory) -> Table:
+    from rich.table import Table
+
+    table = Table(title="failures")
+    for heading in ("configuration", "arch", "gate", "reason"):
+        table.add_column(heading)
+    for variant, gate, reason in _failures(history):
+        table.add_row(variant.config.id, variant.arch, gate, reason)
+    return table
+
+
+def _failures(history: ProblemHistory) -> list[tuple[Any, str, str]]:
+    compiler = [(variant, "compiler", variant.error or variant.status) for variant in history.failures]
+    return compiler + [(variant, "numbers", verification.reason) for variant, verification in history.rejected]
+
+
+def _measurement_to_dict(measurement: StoredMeasurement) -> dict[str, Any]:
+    record, variant, verification = measurement.record, measurement.variant, measurement.verification
+    return {
+        "config": variant.config.id,
+        "family": variant.config.family,
+        **_environment_to_dict(record.environment),
+        "limits": record.limits,
+        "policy": record.policy,
+        "ms": record.median_ms,
+        "low_ms": record.low_ms,
+        "high_ms": record.high_ms,
+        "samples": record.samples,
+        "verified": bool(verification and verification.passed),
+        "max_error": verification.max_error if verification and verification.passed else None,
+        "registers": variant.registers,
+        "spill_bytes": variant.spill_bytes,
+        "shared_memory_bytes": variant.shared_memory_bytes,
+        "created_at": measurement.created_at.isoformat(),
+    }
+
+
+def _environment_to_dict(environment: Environment) -> dict[str, Any]:
+    values = asdict(environment)
+    gpu = values.pop("gpu")
+    return {"gpu": gpu["name"], "compute_capability": gpu["capability"], "nvcc": values.pop("toolkit"), **values}

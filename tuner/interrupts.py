@@ -1,0 +1,57 @@
+"""Ctrl-C and SIGTERM that never tear a half-written result: they strike only where a search waits."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Holds SIGINT and SIGTERM back until the code waits in `striking`, where they raise KeyboardInterrupt.
+
+    A second signal strikes anywhere: whoever asks twice does not want to wait. Outside the main thread, where Python
+    delivers no signals, nothing is installed and nothing strikes.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._waiting = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def striking(self) -> Iterator[None]:
+        """Around whatever may be given up half-way: waiting for a compiler, or for the process that owns the GPU.
+
+        Raises:
+            KeyboardInterrupt: A signal came, now or before.
+        """
+        self._waiting = True
+        try:
+            if self.requested:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._waiting = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._waiting or self.requested:
+            self.requested = True
+            raise KeyboardInterrupt
+        self.requested = True

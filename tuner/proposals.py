@@ -1,0 +1,269 @@
+"""Which configuration is tried next: Optuna's samplers, held to the valid configurations that were not tried yet.
+
+Two Optuna studies share the work. One in memory is asked and told; a sampler of our own hands it valid parameters only, so
+no trial of it is invalid. The other lies in the database and is a log: a trial is added to it when it has ended, in one
+transaction, so that a killed search leaves no half-open trial and another run can read what is settled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from ..gen.config import FAMILIES, Config, config_from_dict
+from ..gen.errors import BwdtuneError
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+_CONFIG_ATTRIBUTE = "config"
+_REASON_ATTRIBUTE = "reason"
+_CONDITIONS_ATTRIBUTE = "conditions"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a candidate.
+
+    Attributes:
+        state: ``measured``; ``refused`` by the compiler gate (it spills); ``failed`` (to compile, to verify, to run); or
+            ``unmeasured`` where it passed and nothing was there to time it.
+        ms: The median time of a measured candidate, None for the others: no number stands in for a failure.
+        reason: Why it was refused or failed, in one line.
+    """
+
+    state: Literal["measured", "refused", "failed", "unmeasured"]
+    ms: float | None = None
+    reason: str = ""
+
+    @classmethod
+    def timed(cls, ms: float) -> Outcome:
+        """A measured candidate, or a failed one where the time is no time (NaN, infinite, zero or negative)."""
+        if not (math.isfinite(ms) and ms > 0):
+            return cls("failed", reason=f"its timing is {ms} ms, which is no time")
+        return cls("measured", ms=ms)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A configuration to be tried and the open trial (in memory) that waits for its outcome."""
+
+    number: int
+    config: Config
+
+
+class Proposals:
+    """Proposes valid configurations, each of them once.
+
+    Given the same configurations, seed and outcomes, the proposals are the same.
+
+    Args:
+        configs: The valid configurations in a deterministic order.
+        sampler: One of ``options.SAMPLERS``.
+        seed: Seeds the sampler; None draws one.
+        first: Configurations to be tried before any other (those of them that are valid).
+    """
+
+    def __init__(
+        self, configs: Sequence[Config], *, sampler: str, seed: int | None, first: Sequence[Config] = ()
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._sampler = _ValidSampler(configs, sampler, seed, first)
+        self._study = optuna.create_study(sampler=self._sampler)
+
+    @property
+    def remaining(self) -> int:
+        """Valid configurations that were neither proposed nor learnt."""
+        return len(self._sampler.untried)
+
+    def learn(self, config: Config, outcome: Outcome) -> bool:
+        """Takes an outcome of an earlier search: the sampler learns from it, and the configuration is not proposed.
+
+        Returns:
+            Whether it was news: a valid configuration that was not learnt before.
+        """
+        if not self._sampler.take(config):
+            return False
+        self._study.add_trial(_finished_trial(config, outcome))
+        return True
+
+    def next(self) -> Proposal | None:
+        """The next configuration, or None when every valid one was proposed."""
+        if not self._sampler.untried:
+            return None
+        trial = self._study.ask(_distributions())
+        return Proposal(trial.number, config_from_dict(trial.params))
+
+    def tell(self, proposal: Proposal, outcome: Outcome) -> None:
+        """Ends a proposal's trial.
+
+        A refused candidate is told as pruned, which TPE takes for a poor one without a number; a failed one as failed,
+        which samplers pass over.
+        """
+        self._study.tell(proposal.number, outcome.ms, state=_STATES[outcome.state])
+
+
+class StudyLog:
+    """The ended trials of all searches for one problem, device and space, as an Optuna study in the database.
+
+    Args:
+        storage: Optuna's storage.
+        name: The study's name, which ends with the hash of the search space: choices that changed make another study.
+        space_hash: That hash.
+        conditions: What a time depends on besides the configuration (driver, toolkit, policy, …). Trials made under other
+            conditions stay in the log but are not read back.
+    """
+
+    def __init__(self, storage: BaseStorage, name: str, *, space_hash: str, conditions: str) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        known = optuna.get_all_study_names(storage)
+        other_space = name.removesuffix(space_hash)
+        self.replaces_older_space = name not in known and any(other.startswith(other_space) for other in known)
+        self._study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+        self._conditions = conditions
+
+    def past(self) -> Iterator[tuple[Config, Outcome]]:
+        """The outcomes logged under the same conditions, oldest first. Rows that no longer name a configuration are skipped."""
+        for trial in self._study.get_trials(deepcopy=False):
+            if trial.user_attrs.get(_CONDITIONS_ATTRIBUTE) != self._conditions or trial.state not in _OUTCOME_STATES:
+                continue
+            try:
+                config = config_from_dict(trial.params)
+            except BwdtuneError:
+                continue
+            yield config, _outcome(trial)
+
+    def add(self, config: Config, outcome: Outcome) -> None:
+        """Logs an ended trial, in one transaction.
+
+        Raises:
+            BwdtuneError: The database did not take it.
+        """
+        try:
+            self._study.add_trial(_finished_trial(config, outcome, self._conditions))
+        except optuna.exceptions.StorageInternalError as error:
+            raise BwdtuneError(f"the database did not take a trial ({error}): search again to go on") from error
+
+
+_STATES: Mapping[str, TrialState] = {
+    "measured": TrialState.COMPLETE,
+    "refused": TrialState.PRUNED,
+    "failed": TrialState.FAIL,
+    "unmeasured": TrialState.FAIL,
+}
+_OUTCOME_STATES: Mapping[TrialState, Literal["measured", "refused", "failed"]] = {
+    TrialState.COMPLETE: "measured",
+    TrialState.PRUNED: "refused",
+    TrialState.FAIL: "failed",
+}
+
+
+def _outcome(trial: FrozenTrial) -> Outcome:
+    if trial.state is TrialState.COMPLETE and trial.value is not None:
+        return Outcome.timed(trial.value)
+    return Outcome(_OUTCOME_STATES[trial.state], reason=trial.user_attrs.get(_REASON_ATTRIBUTE, ""))
+
+
+def _finished_trial(config: Config, outcome: Outcome, conditions: str = "") -> FrozenTrial:
+    return create_trial(
+        state=_STATES[outcome.state],
+        value=outcome.ms,
+        params=config.to_dict(),
+        distributions=_distributions(),
+        user_attrs={
+            _CONFIG_ATTRIBUTE: config.id,
+            _REASON_ATTRIBUTE: outcome.reason,
+            _CONDITIONS_ATTRIBUTE: conditions,
+        },
+    )
+
+
+@cache
+def _choices() -> dict[str, list[Any]]:
+    """The parameters as Optuna sees them: every choice that a family declares, valid for this problem or not.
+
+    The choices of one problem's valid configurations would be fewer, but a change in what is valid would then clash with the
+    choices that a study has stored.
+    """
+    choices: dict[str, list[Any]] = {"family": list(FAMILIES)}
+    for family in FAMILIES.values():
+        for name, values in family.choices.items():
+            choices[name] = list(dict.fromkeys([*choices.get(name, []), *values]))
+    return choices
+
+
+def _distributions() -> dict[str, BaseDistribution]:
+    return {name: CategoricalDistribution(values) for name, values in _choices().items()}
+
+
+class _ValidSampler(BaseSampler):
+    """Answers Optuna with untried valid configurations only.
+
+    TPE knows nothing of validity: what it proposes is moved to the nearest untried valid configuration, where a step of one
+    parameter to its next choice is a distance of one. The trial holds the parameters that are really tried, so TPE learns
+    from the truth.
+    """
+
+    def __init__(self, configs: Sequence[Config], kind: str, seed: int | None, first: Sequence[Config]) -> None:
+        self._configs = list(dict.fromkeys(configs))
+        self._index = {config: index for index, config in enumerate(self._configs)}
+        self.untried = dict.fromkeys(range(len(self._configs)))  # a set that keeps the configurations' order
+        self._first = [self._index[config] for config in first if config in self._index]
+        self._kind = kind
+        self._random = np.random.default_rng(seed)
+        self._tpe = TPESampler(seed=seed, multivariate=True, constant_liar=True) if kind == "tpe" else None
+        self._positions = np.array([_positions(config.to_dict()) for config in self._configs], dtype=np.int64)
+
+    def take(self, config: Config) -> bool:
+        """Counts a configuration as tried; returns whether it was valid and untried."""
+        index = self._index.get(config, -1)
+        if index not in self.untried:
+            return False
+        del self.untried[index]
+        return True
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return _distributions()
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        index = self._choose(study, trial, search_space)
+        del self.untried[index]
+        return self._configs[index].to_dict()
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        raise NotImplementedError("every parameter is part of the relative search space")
+
+    def _choose(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> int:
+        for index in self._first:
+            if index in self.untried:
+                return index
+        if self._kind == "exhaustive":
+            return next(iter(self.untried))
+        untried = np.fromiter(self.untried, dtype=np.int64)
+        if self._tpe is None:
+            return int(self._random.choice(untried))
+        plural = {name: distribution for name, distribution in search_space.items() if not distribution.single()}
+        proposed = self._tpe.sample_relative(study, trial, plural)
+        if not proposed:  # too few results for TPE to learn from
+            return int(self._random.choice(untried))
+        single = {name: values[0] for name, values in _choices().items() if name not in plural}
+        distances = np.abs(self._positions[untried] - np.array(_positions({**single, **proposed}))).sum(axis=1)
+        return int(self._random.choice(untried[distances == distances.min()]))
+
+
+def _positions(values: Mapping[str, Any]) -> list[int]:
+    """Each parameter's place among its choices."""
+    return [choices.index(values[name]) for name, choices in _choices().items()]

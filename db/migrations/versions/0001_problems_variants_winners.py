@@ -1,0 +1,192 @@
+"""Problems, configurations, variants, verifications, measurements, winners."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.create_table(
+        "problems",
+        sa.Column("id", sa.Integer, nullable=False),
+        sa.Column("dtype", sa.String(16), nullable=False),
+        sa.Column("batch", sa.Integer, nullable=False),
+        sa.Column("heads_q", sa.Integer, nullable=False),
+        sa.Column("heads_kv", sa.Integer, nullable=False),
+        sa.Column("seqlen_q", sa.Integer, nullable=False),
+        sa.Column("seqlen_kv", sa.Integer, nullable=False),
+        sa.Column("head_dim", sa.Integer, nullable=False),
+        sa.Column("causal", sa.Boolean, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_problems"),
+        sa.UniqueConstraint(
+            "dtype",
+            "batch",
+            "heads_q",
+            "heads_kv",
+            "seqlen_q",
+            "seqlen_kv",
+            "head_dim",
+            "causal",
+            name="uq_problems_identity",
+        ),
+        sa.CheckConstraint(
+            "batch > 0 AND heads_q > 0 AND heads_kv > 0 AND seqlen_q > 0 AND seqlen_kv > 0 AND head_dim > 0",
+            name="ck_problems_sizes",
+        ),
+    )
+    op.create_table(
+        "configurations",
+        sa.Column("id", sa.Integer, nullable=False),
+        sa.Column("family", sa.String(32), nullable=False),
+        sa.Column("name", sa.String(255), nullable=False),
+        sa.Column("parameters", sa.Text, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_configurations"),
+        sa.UniqueConstraint("name", name="uq_configurations_name"),
+    )
+    op.create_table(
+        "variants",
+        sa.Column("id", sa.Integer, nullable=False),
+        sa.Column("configuration_id", sa.Integer, nullable=False),
+        sa.Column("dtype", sa.String(16), nullable=False),
+        sa.Column("head_dim", sa.Integer, nullable=False),
+        sa.Column("causal", sa.Boolean, nullable=False),
+        sa.Column("source_hash", sa.String(64), nullable=False),
+        sa.Column("template_hash", sa.String(64), nullable=False),
+        sa.Column("arch", sa.String(32), nullable=False),
+        sa.Column("toolchain", sa.String(64), nullable=False),
+        sa.Column("status", sa.String(16), nullable=False),
+        sa.Column("error", sa.Text, nullable=False),
+        sa.Column("registers", sa.Integer),
+        sa.Column("spill_bytes", sa.Integer),
+        sa.Column("stack_bytes", sa.Integer),
+        sa.Column("shared_memory_bytes", sa.Integer),
+        sa.Column("threads", sa.Integer),
+        sa.Column("compile_seconds", sa.Double),
+        sa.Column("created_at", sa.DateTime, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_variants"),
+        sa.ForeignKeyConstraint(["configuration_id"], ["configurations.id"], name="fk_variants_configuration_id"),
+        sa.UniqueConstraint(
+            "configuration_id",
+            "dtype",
+            "head_dim",
+            "causal",
+            "source_hash",
+            "arch",
+            "toolchain",
+            name="uq_variants_identity",
+        ),
+        sa.CheckConstraint("status IN ('ok', 'failed', 'timeout')", name="ck_variants_status"),
+    )
+    op.create_table(
+        "verifications",
+        sa.Column("id", sa.Integer, nullable=False),
+        sa.Column("problem_id", sa.Integer, nullable=False),
+        sa.Column("variant_id", sa.Integer, nullable=False),
+        sa.Column("passed", sa.Boolean, nullable=False),
+        sa.Column("max_error", sa.Double),
+        sa.Column("errors", sa.Text, nullable=False),
+        sa.Column("reason", sa.Text, nullable=False),
+        sa.Column("created_at", sa.DateTime, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_verifications"),
+        sa.ForeignKeyConstraint(["problem_id"], ["problems.id"], name="fk_verifications_problem_id"),
+        sa.ForeignKeyConstraint(["variant_id"], ["variants.id"], name="fk_verifications_variant_id"),
+        sa.UniqueConstraint("id", "problem_id", "variant_id", "passed", name="uq_verifications_verdict"),
+        sa.CheckConstraint(
+            "passed = false OR (max_error IS NOT NULL AND max_error >= 0 AND max_error < 1e30)",
+            name="ck_verifications_error",
+        ),
+    )
+    op.create_index("ix_verifications_problem_id_variant_id", "verifications", ["problem_id", "variant_id"])
+    op.create_table(
+        "measurements",
+        sa.Column("id", sa.Integer, nullable=False),
+        sa.Column("problem_id", sa.Integer, nullable=False),
+        sa.Column("variant_id", sa.Integer, nullable=False),
+        sa.Column("gpu_name", sa.String(255), nullable=False),
+        sa.Column("gpu_capability", sa.String(16), nullable=False),
+        sa.Column("driver", sa.String(64), nullable=False),
+        sa.Column("toolkit", sa.String(64), nullable=False),
+        sa.Column("torch", sa.String(64), nullable=False),
+        sa.Column("policy", sa.String(255), nullable=False),
+        sa.Column("limits", sa.String(32), nullable=False),
+        sa.Column("kind", sa.String(16), nullable=False),
+        sa.Column("median_ms", sa.Double, nullable=False),
+        sa.Column("low_ms", sa.Double, nullable=False),
+        sa.Column("high_ms", sa.Double, nullable=False),
+        sa.Column("samples", sa.Integer, nullable=False),
+        sa.Column("clock_mhz", sa.Double),
+        sa.Column("created_at", sa.DateTime, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_measurements"),
+        sa.ForeignKeyConstraint(["problem_id"], ["problems.id"], name="fk_measurements_problem_id"),
+        sa.ForeignKeyConstraint(["variant_id"], ["variants.id"], name="fk_measurements_variant_id"),
+        sa.UniqueConstraint(
+            "id",
+            "problem_id",
+            "variant_id",
+            "gpu_name",
+            "gpu_capability",
+            "limits",
+            "kind",
+            name="uq_measurements_result",
+        ),
+        sa.CheckConstraint("median_ms > 0 AND median_ms < 1e30", name="ck_measurements_median_ms"),
+        sa.CheckConstraint("low_ms > 0 AND low_ms < 1e30", name="ck_measurements_low_ms"),
+        sa.CheckConstraint("high_ms > 0 AND high_ms < 1e30", name="ck_measurements_high_ms"),
+        sa.CheckConstraint("low_ms <= median_ms AND median_ms <= high_ms", name="ck_measurements_interval"),
+        sa.CheckConstraint("samples > 0", name="ck_measurements_samples"),
+        sa.CheckConstraint("kind IN ('measured', 'emulated')", name="ck_measurements_kind"),
+    )
+    op.create_index("ix_measurements_problem_id_variant_id", "measurements", ["problem_id", "variant_id"])
+    op.create_table(
+        "winners",
+        sa.Column("id", sa.Integer, nullable=False),
+        sa.Column("problem_id", sa.Integer, nullable=False),
+        sa.Column("gpu_name", sa.String(255), nullable=False),
+        sa.Column("gpu_capability", sa.String(16), nullable=False),
+        sa.Column("limits", sa.String(32), nullable=False),
+        sa.Column("variant_id", sa.Integer, nullable=False),
+        sa.Column("measurement_id", sa.Integer, nullable=False),
+        sa.Column("measurement_kind", sa.String(16), nullable=False),
+        sa.Column("verification_id", sa.Integer, nullable=False),
+        sa.Column("verification_passed", sa.Boolean, nullable=False),
+        sa.Column("partial", sa.Boolean, nullable=False),
+        sa.Column("created_at", sa.DateTime, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_winners"),
+        sa.UniqueConstraint("problem_id", "gpu_name", "gpu_capability", "limits", name="uq_winners_key"),
+        sa.ForeignKeyConstraint(["problem_id"], ["problems.id"], name="fk_winners_problem_id"),
+        sa.ForeignKeyConstraint(["variant_id"], ["variants.id"], name="fk_winners_variant_id"),
+        sa.ForeignKeyConstraint(
+            ["verification_id", "problem_id", "variant_id", "verification_passed"],
+            ["verifications.id", "verifications.problem_id", "verifications.variant_id", "verifications.passed"],
+            name="fk_winners_verification_id",
+        ),
+        sa.ForeignKeyConstraint(
+            [
+                "measurement_id",
+                "problem_id",
+                "variant_id",
+                "gpu_name",
+                "gpu_capability",
+                "limits",
+                "measurement_kind",
+            ],
+            [
+                "measurements.id",
+                "measurements.problem_id",
+                "measurements.variant_id",
+                "measurements.gpu_name",
+                "measurements.gpu_capability",
+                "measurements.limits",
+                "measurements.kind",
+            ],
+            name="fk_winners_measurement_id",
+        ),
+        sa.CheckConstraint("verification_passed = true", name="ck_winners_verified"),
+        sa.CheckConstraint("measurement_kind = 'measured'", name="ck_winners_measured"),
+    )

@@ -1,0 +1,204 @@
+"""The schema. `migrations` makes and upgrades it; a test holds the two together.
+
+A winner refers to its verification and measurement by composite foreign keys that carry the problem, the variant and the
+verdict, and CHECKs pin the verdict: a winner that did not pass, was not measured, or borrows another variant's
+verification cannot be stored by whatever program.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, ClassVar
+
+import sqlalchemy as sa
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+VERSION_TABLE = "bwdtune_schema_version"
+"""Alembic's version table. Not Alembic's own name for it: Optuna keeps its `alembic_version` in the same database."""
+
+SCHEMA = "0001"
+"""The schema of this version of the program: the newest revision in `migrations`."""
+
+# CHECKs cannot name infinity portably. NaN fails as well: SQLite stores it as NULL, PostgreSQL puts it above all numbers.
+_TIME = "{0} > 0 AND {0} < 1e30"
+
+
+class Base(DeclarativeBase):
+    type_annotation_map: ClassVar[dict[Any, Any]] = {float: sa.Double()}
+    metadata = sa.MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(constraint_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+
+
+class ProblemRow(Base):
+    __tablename__ = "problems"
+    __table_args__ = (
+        sa.UniqueConstraint(
+            "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "head_dim", "causal", name="identity"
+        ),
+        sa.CheckConstraint(
+            "batch > 0 AND heads_q > 0 AND heads_kv > 0 AND seqlen_q > 0 AND seqlen_kv > 0 AND head_dim > 0",
+            name="sizes",
+        ),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    dtype: Mapped[str] = mapped_column(sa.String(16))
+    batch: Mapped[int]
+    heads_q: Mapped[int]
+    heads_kv: Mapped[int]
+    seqlen_q: Mapped[int]
+    seqlen_kv: Mapped[int]
+    head_dim: Mapped[int]
+    causal: Mapped[bool]
+
+
+class ConfigurationRow(Base):
+    __tablename__ = "configurations"
+    __table_args__ = (sa.UniqueConstraint("name", name="name"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    family: Mapped[str] = mapped_column(sa.String(32))
+    name: Mapped[str] = mapped_column(sa.String(255))
+    """`Config.id`, which states every parameter."""
+    parameters: Mapped[str] = mapped_column(sa.Text)
+    """`Config.to_dict()` as JSON. Text, so that one damaged row does not break the reading of the others."""
+
+
+class VariantRow(Base):
+    __tablename__ = "variants"
+    __table_args__ = (
+        sa.UniqueConstraint(
+            "configuration_id", "dtype", "head_dim", "causal", "source_hash", "arch", "toolchain", name="identity"
+        ),
+        sa.CheckConstraint("status IN ('ok', 'failed', 'timeout')", name="status"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    configuration_id: Mapped[int] = mapped_column(sa.ForeignKey("configurations.id"))
+    dtype: Mapped[str] = mapped_column(sa.String(16))
+    head_dim: Mapped[int]
+    causal: Mapped[bool]
+    source_hash: Mapped[str] = mapped_column(sa.String(64))
+    template_hash: Mapped[str] = mapped_column(sa.String(64))
+    arch: Mapped[str] = mapped_column(sa.String(32))
+    toolchain: Mapped[str] = mapped_column(sa.String(64))
+    status: Mapped[str] = mapped_column(sa.String(16))
+    error: Mapped[str] = mapped_column(sa.Text)
+    registers: Mapped[int | None]
+    spill_bytes: Mapped[int | None]
+    stack_bytes: Mapped[int | None]
+    shared_memory_bytes: Mapped[int | None]
+    threads: Mapped[int | None]
+    compile_seconds: Mapped[float | None]
+    created_at: Mapped[datetime]
+    """UTC, as everywhere here."""
+
+
+class VerificationRow(Base):
+    __tablename__ = "verifications"
+    __table_args__ = (
+        sa.UniqueConstraint("id", "problem_id", "variant_id", "passed", name="verdict"),
+        sa.Index(None, "problem_id", "variant_id"),
+        sa.CheckConstraint(
+            "passed = false OR (max_error IS NOT NULL AND max_error >= 0 AND max_error < 1e30)", name="error"
+        ),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    problem_id: Mapped[int] = mapped_column(sa.ForeignKey("problems.id"))
+    variant_id: Mapped[int] = mapped_column(sa.ForeignKey("variants.id"))
+    passed: Mapped[bool]
+    max_error: Mapped[float | None]
+    """NULL where it is not finite."""
+    errors: Mapped[str] = mapped_column(sa.Text)
+    """JSON; a number that is not finite is written as its name in a string."""
+    reason: Mapped[str] = mapped_column(sa.Text)
+    created_at: Mapped[datetime]
+
+
+class MeasurementRow(Base):
+    __tablename__ = "measurements"
+    __table_args__ = (
+        sa.UniqueConstraint(
+            "id", "problem_id", "variant_id", "gpu_name", "gpu_capability", "limits", "kind", name="result"
+        ),
+        sa.Index(None, "problem_id", "variant_id"),
+        sa.CheckConstraint(_TIME.format("median_ms"), name="median_ms"),
+        sa.CheckConstraint(_TIME.format("low_ms"), name="low_ms"),
+        sa.CheckConstraint(_TIME.format("high_ms"), name="high_ms"),
+        sa.CheckConstraint("low_ms <= median_ms AND median_ms <= high_ms", name="interval"),
+        sa.CheckConstraint("samples > 0", name="samples"),
+        sa.CheckConstraint("kind IN ('measured', 'emulated')", name="kind"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    problem_id: Mapped[int] = mapped_column(sa.ForeignKey("problems.id"))
+    variant_id: Mapped[int] = mapped_column(sa.ForeignKey("variants.id"))
+    gpu_name: Mapped[str] = mapped_column(sa.String(255))
+    gpu_capability: Mapped[str] = mapped_column(sa.String(16))
+    driver: Mapped[str] = mapped_column(sa.String(64))
+    toolkit: Mapped[str] = mapped_column(sa.String(64))
+    torch: Mapped[str] = mapped_column(sa.String(64))
+    policy: Mapped[str] = mapped_column(sa.String(255))
+    limits: Mapped[str] = mapped_column(sa.String(32))
+    """The empty string for the card's own limits: a NULL would switch the winners' foreign key off."""
+    kind: Mapped[str] = mapped_column(sa.String(16))
+    median_ms: Mapped[float]
+    low_ms: Mapped[float]
+    high_ms: Mapped[float]
+    samples: Mapped[int]
+    clock_mhz: Mapped[float | None]
+    created_at: Mapped[datetime]
+
+
+class WinnerRow(Base):
+    __tablename__ = "winners"
+    __table_args__ = (
+        sa.UniqueConstraint("problem_id", "gpu_name", "gpu_capability", "limits", name="key"),
+        sa.ForeignKeyConstraint(
+            ["verification_id", "problem_id", "variant_id", "verification_passed"],
+            ["verifications.id", "verifications.problem_id", "verifications.variant_id", "verifications.passed"],
+        ),
+        sa.ForeignKeyConstraint(
+            [
+                "measurement_id",
+                "problem_id",
+                "variant_id",
+                "gpu_name",
+                "gpu_capability",
+                "limits",
+                "measurement_kind",
+            ],
+            [
+                "measurements.id",
+                "measurements.problem_id",
+                "measurements.variant_id",
+                "measurements.gpu_name",
+                "measurements.gpu_capability",
+                "measurements.limits",
+                "measurements.kind",
+            ],
+        ),
+        sa.CheckConstraint("verification_passed = true", name="verified"),
+        sa.CheckConstraint("measurement_kind = 'measured'", name="measured"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    problem_id: Mapped[int] = mapped_column(sa.ForeignKey("problems.id"))
+    gpu_name: Mapped[str] = mapped_column(sa.String(255))
+    gpu_capability: Mapped[str] = mapped_column(sa.String(16))
+    limits: Mapped[str] = mapped_column(sa.String(32))
+    variant_id: Mapped[int] = mapped_column(sa.ForeignKey("variants.id"))
+    measurement_id: Mapped[int]
+    measurement_kind: Mapped[str] = mapped_column(sa.String(16))
+    verification_id: Mapped[int]
+    verification_passed: Mapped[bool]
+    partial: Mapped[bool]
+    created_at: Mapped[datetime]

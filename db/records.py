@@ -1,0 +1,242 @@
+"""What goes into the database and comes out of it. Plain dataclasses: importing them loads no database library."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from ..gen.config import Config
+from ..gen.problem import Problem
+from .errors import InvalidRecord
+
+MEASURED = "measured"
+EMULATED = "emulated"
+VARIANT_STATUSES = ("ok", "failed", "timeout")
+
+
+@dataclass(frozen=True)
+class GpuKey:
+    """The kind of card that a winner is for.
+
+    Attributes:
+        name: As the driver reports it.
+        capability: Compute capability, such as ``9.0``.
+    """
+
+    name: str
+    capability: str
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where something was measured; all of it is part of a measurement's identity.
+
+    Attributes:
+        gpu: The card.
+        arch: The compile target, such as ``sm_90a``.
+        driver: Version of the driver.
+        toolkit: Version of nvcc.
+        torch: Version of PyTorch.
+    """
+
+    gpu: GpuKey
+    arch: str
+    driver: str
+    toolkit: str
+    torch: str
+
+
+@dataclass(frozen=True)
+class VariantRecord:
+    """A configuration's rendered source, compiled or refused by the compiler.
+
+    Attributes:
+        config: The configuration.
+        source_hash: Hash of the rendered source.
+        template_hash: Hash of the templates that it was rendered from.
+        arch: The compile target.
+        toolchain: Version of the compiler.
+        status: ``ok``, ``failed`` or ``timeout``.
+        error: One line that says why, unless ``ok``.
+        registers: Registers a thread. As all below: of the main kernel, and None where the compiler does not say.
+        spill_bytes: Spill stores and loads.
+        stack_bytes: Stack frame.
+        shared_memory_bytes: Shared memory a block.
+        threads: Threads a block.
+        compile_seconds: Wall time of the compiler.
+    """
+
+    config: Config
+    source_hash: str
+    template_hash: str
+    arch: str
+    toolchain: str
+    status: str = "ok"
+    error: str = ""
+    registers: int | None = None
+    spill_bytes: int | None = None
+    stack_bytes: int | None = None
+    shared_memory_bytes: int | None = None
+    threads: int | None = None
+    compile_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.status not in VARIANT_STATUSES:
+            raise InvalidRecord(f"a variant's status is {self.status!r}: use one of {', '.join(VARIANT_STATUSES)}")
+
+
+@dataclass(frozen=True)
+class VerificationRecord:
+    """The third gate's verdict on a variant.
+
+    Attributes:
+        passed: Whether every gradient of every case was near enough to the fp64 reference.
+        max_error: The largest relative L2 error; not finite where a gradient was not.
+        errors: For each case its errors by name (``dq``, ``dk``, ``dv``, ``torch_dq``, ...).
+        reason: One line that says why it did not pass.
+    """
+
+    passed: bool
+    max_error: float
+    errors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.passed and not (math.isfinite(self.max_error) and self.max_error >= 0):
+            raise InvalidRecord(f"a verification cannot pass with an error of {self.max_error}")
+
+
+@dataclass(frozen=True)
+class MeasurementRecord:
+    """How long a variant took.
+
+    Attributes:
+        environment: Where.
+        policy: How it was timed: the timing policy's id.
+        median_ms: Median of the samples.
+        low_ms: Lower end of the interval.
+        high_ms: Upper end of the interval.
+        samples: Number of samples.
+        clock_mhz: SM clock while it ran, where it is known.
+        limits: The card whose limits the search kept to (``sm_120``), or None for the card's own.
+        kind: ``measured`` on the card, or ``emulated`` (which can never win).
+
+    Raises:
+        InvalidRecord: A time is not a positive finite number, or the median lies outside its interval.
+    """
+
+    environment: Environment
+    policy: str
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    samples: int
+    clock_mhz: float | None = None
+    limits: str | None = None
+    kind: str = MEASURED
+
+    def __post_init__(self) -> None:
+        if self.kind not in (MEASURED, EMULATED):
+            raise InvalidRecord(f"a measurement's kind is {self.kind!r}: it must be {MEASURED} or {EMULATED}")
+        times = (self.low_ms, self.median_ms, self.high_ms)
+        if not all(math.isfinite(time) and time > 0 for time in times):
+            raise InvalidRecord(f"not a time: median {self.median_ms} ms, interval {self.low_ms} to {self.high_ms} ms")
+        if not self.low_ms <= self.median_ms <= self.high_ms:
+            raise InvalidRecord(
+                f"the median {self.median_ms} ms lies outside its interval {self.low_ms} to {self.high_ms} ms"
+            )
+        if self.samples < 1:
+            raise InvalidRecord(f"a measurement has {self.samples} samples: it needs one at least")
+
+
+@dataclass(frozen=True)
+class StoredMeasurement:
+    """A measurement as it is stored, with what was measured and the newest verdict on it.
+
+    Attributes:
+        id: For `Store.set_winner`.
+        problem: The problem.
+        variant_id: For `Store.record_measurement` and `Store.record_verification`.
+        variant: What was measured.
+        record: The times, and where and how they were taken.
+        verification_id: The newest verification of this variant for this problem, if any; for `Store.set_winner`.
+        verification: Its verdict.
+        created_at: UTC.
+    """
+
+    id: int
+    problem: Problem
+    variant_id: int
+    variant: VariantRecord
+    record: MeasurementRecord
+    verification_id: int | None
+    verification: VerificationRecord | None
+    created_at: datetime
+
+    @property
+    def valid(self) -> bool:
+        """Whether it was measured on a card and its variant is verified: whether it may win."""
+        passed = self.verification is not None and self.verification.passed
+        return passed and self.variant.status == "ok" and self.record.kind == MEASURED
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The best verified and measured variant for a problem on a kind of card.
+
+    Attributes:
+        problem: The problem.
+        config: Its configuration, checked.
+        environment: Where it was measured.
+        source_hash: Hash of the source that was measured.
+        template_hash: Hash of the templates that it came from.
+        median_ms: Median time.
+        low_ms: Lower end of the interval.
+        high_ms: Upper end of the interval.
+        max_error: Largest relative L2 error of its verification.
+        registers: Registers a thread, where the compiler says so.
+        spill_bytes: Spill stores and loads.
+        shared_memory_bytes: Shared memory a block.
+        partial: Whether the search that stored it was interrupted.
+        policy: How it was timed.
+        limits: As `MeasurementRecord.limits`.
+        created_at: UTC.
+    """
+
+    problem: Problem
+    config: Config
+    environment: Environment
+    source_hash: str
+    template_hash: str
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    max_error: float
+    registers: int | None
+    spill_bytes: int | None
+    shared_memory_bytes: int | None
+    partial: bool
+    policy: str
+    limits: str | None
+    created_at: datetime
+
+
+@dataclass(frozen=True)
+class ProblemHistory:
+    """All that is known of a problem.
+
+    Attributes:
+        problem: The problem.
+        winners: One a card and limit.
+        measurements: Fastest first.
+        rejected: Variants that did not pass verification, with the verdict.
+        failures: Variants of this kind of problem that the compiler refused or did not finish.
+    """
+
+    problem: Problem
+    winners: tuple[Winner, ...]
+    measurements: tuple[StoredMeasurement, ...]
+    rejected: tuple[tuple[VariantRecord, VerificationRecord], ...]
+    failures: tuple[VariantRecord, ...]

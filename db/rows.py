@@ -1,0 +1,321 @@
+"""Queries, and the way from rows to records. Whatever is read is checked: anybody may have written it."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import timezone
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..gen.config import Config, config_from_dict
+from ..gen.problem import Problem
+from .errors import InvalidRecord
+from .models import ConfigurationRow, MeasurementRow, ProblemRow, VariantRow, VerificationRow, WinnerRow
+from .records import (
+    Environment,
+    GpuKey,
+    MeasurementRecord,
+    StoredMeasurement,
+    VariantRecord,
+    VerificationRecord,
+    Winner,
+)
+
+Condition = sa.ColumnElement[bool]
+
+
+def equal(row_type: Any, **values: Any) -> list[Condition]:
+    """The conditions that a row's columns have these values."""
+    return [getattr(row_type, name) == value for name, value in values.items()]
+
+
+def kind_of(problem: Problem) -> dict[str, Any]:
+    """What a rendered source depends on, apart from its configuration."""
+    return {"dtype": problem.dtype, "head_dim": problem.head_dim, "causal": problem.causal}
+
+
+def identity_of(problem: Problem) -> dict[str, Any]:
+    """All of a problem, by column."""
+    return {
+        **kind_of(problem),
+        "batch": problem.batch,
+        "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_kv": problem.seqlen_kv,
+    }
+
+
+def select_variants(*conditions: Condition) -> sa.Executable:
+    """For `variant_record`; oldest first."""
+    return (
+        sa.select(VariantRow, ConfigurationRow)
+        .join(ConfigurationRow, ConfigurationRow.id == VariantRow.configuration_id)
+        .where(*conditions)
+        .order_by(VariantRow.id)
+    )
+
+
+def select_rejected(*conditions: Condition) -> sa.Executable:
+    """For `rejected_variant`: verdicts that were no pass, oldest first."""
+    return (
+        sa.select(VariantRow, ConfigurationRow, VerificationRow)
+        .join(ConfigurationRow, ConfigurationRow.id == VariantRow.configuration_id)
+        .join(VerificationRow, VerificationRow.variant_id == VariantRow.id)
+        .join(ProblemRow, ProblemRow.id == VerificationRow.problem_id)
+        .where(*conditions, sa.not_(VerificationRow.passed))
+        .order_by(VerificationRow.id)
+    )
+
+
+def select_measurements(*conditions: Condition) -> sa.Executable:
+    """For `stored_measurement`: each with the newest verdict on its variant at its problem.
+
+    By problem, then fastest first.
+    """
+    newest = (
+        sa.select(sa.func.max(VerificationRow.id))
+        .where(
+            VerificationRow.problem_id == MeasurementRow.problem_id,
+            VerificationRow.variant_id == MeasurementRow.variant_id,
+        )
+        .correlate(MeasurementRow)
+        .scalar_subquery()
+    )
+    return (
+        sa.select(MeasurementRow, ProblemRow, VariantRow, ConfigurationRow, VerificationRow)
+        .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
+        .join(VariantRow, VariantRow.id == MeasurementRow.variant_id)
+        .join(ConfigurationRow, ConfigurationRow.id == VariantRow.configuration_id)
+        .outerjoin(VerificationRow, VerificationRow.id == newest)
+        .where(*conditions)
+        .order_by(ProblemRow.id, MeasurementRow.median_ms, MeasurementRow.id)
+    )
+
+
+def select_winners(*conditions: Condition) -> sa.Executable:
+    """For `winner_record`; by problem, card and limits."""
+    return (
+        sa.select(WinnerRow, ProblemRow, VariantRow, ConfigurationRow, MeasurementRow, VerificationRow)
+        .join(ProblemRow, ProblemRow.id == WinnerRow.problem_id)
+        .join(VariantRow, VariantRow.id == WinnerRow.variant_id)
+        .join(ConfigurationRow, ConfigurationRow.id == VariantRow.configuration_id)
+        .join(MeasurementRow, MeasurementRow.id == WinnerRow.measurement_id)
+        .join(VerificationRow, VerificationRow.id == WinnerRow.verification_id)
+        .where(*conditions, VerificationRow.passed)
+        .order_by(
+            ProblemRow.dtype,
+            ProblemRow.causal,
+            ProblemRow.head_dim,
+            ProblemRow.batch,
+            ProblemRow.heads_q,
+            ProblemRow.seqlen_q,
+            ProblemRow.id,
+            WinnerRow.gpu_name,
+            WinnerRow.limits,
+        )
+    )
+
+
+def config_columns(config: Config) -> dict[str, Any]:
+    """A configuration's row."""
+    return {
+        "name": config.id,
+        "family": config.family,
+        "parameters": json.dumps(config.to_dict(), sort_keys=True),
+    }
+
+
+def _config(row: ConfigurationRow) -> Config:
+    parameters = json.loads(row.parameters)
+    if not isinstance(parameters, dict):
+        raise InvalidRecord(f"the parameters of {row.name!r} are no object")
+    config = config_from_dict(parameters)
+    if config.id != row.name:
+        raise InvalidRecord(f"the parameters of {row.name!r} are those of {config.id}")
+    return config
+
+
+def _problem(row: ProblemRow) -> Problem:
+    return Problem(
+        dtype=row.dtype,
+        batch=row.batch,
+        heads_q=row.heads_q,
+        heads_kv=row.heads_kv,
+        seqlen_q=row.seqlen_q,
+        seqlen_kv=row.seqlen_kv,
+        head_dim=row.head_dim,
+        causal=row.causal,
+    )
+
+
+def outcome_columns(variant: VariantRecord) -> dict[str, Any]:
+    """What compiling the same source once more may change."""
+    return {
+        "template_hash": variant.template_hash,
+        "status": variant.status,
+        "error": variant.error,
+        "registers": variant.registers,
+        "spill_bytes": variant.spill_bytes,
+        "stack_bytes": variant.stack_bytes,
+        "shared_memory_bytes": variant.shared_memory_bytes,
+        "threads": variant.threads,
+        "compile_seconds": variant.compile_seconds,
+    }
+
+
+def variant_record(row: VariantRow, configuration: ConfigurationRow) -> VariantRecord:
+    return VariantRecord(
+        config=_config(configuration),
+        source_hash=row.source_hash,
+        template_hash=row.template_hash,
+        arch=row.arch,
+        toolchain=row.toolchain,
+        status=row.status,
+        error=row.error,
+        registers=row.registers,
+        spill_bytes=row.spill_bytes,
+        stack_bytes=row.stack_bytes,
+        shared_memory_bytes=row.shared_memory_bytes,
+        threads=row.threads,
+        compile_seconds=row.compile_seconds,
+    )
+
+
+def verdict_columns(verification: VerificationRecord) -> dict[str, Any]:
+    """A verification's row, but for what it is about."""
+    return {
+        "passed": verification.passed,
+        "max_error": verification.max_error if math.isfinite(verification.max_error) else None,
+        "errors": json.dumps(_named(verification.errors), allow_nan=False),
+        "reason": verification.reason,
+    }
+
+
+def _verification(row: VerificationRow) -> VerificationRecord:
+    return VerificationRecord(
+        passed=row.passed,
+        max_error=math.nan if row.max_error is None else row.max_error,
+        errors=_unnamed(json.loads(row.errors)),
+        reason=row.reason,
+    )
+
+
+def _named(value: Any) -> Any:
+    """The same with the numbers that JSON does not have as strings: ``nan``, ``inf``, ``-inf``."""
+    if isinstance(value, dict):
+        return {name: _named(inner) for name, inner in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unnamed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _unnamed(inner) for name, inner in value.items()}
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def rejected_variant(
+    variant: VariantRow, configuration: ConfigurationRow, verification: VerificationRow
+) -> tuple[VariantRecord, VerificationRecord]:
+    return variant_record(variant, configuration), _verification(verification)
+
+
+def measurement_columns(measurement: MeasurementRecord) -> dict[str, Any]:
+    """A measurement's row, but for what was measured."""
+    environment = measurement.environment
+    return {
+        **condition_columns(environment, measurement.policy, measurement.limits),
+        "kind": measurement.kind,
+        "median_ms": measurement.median_ms,
+        "low_ms": measurement.low_ms,
+        "high_ms": measurement.high_ms,
+        "samples": measurement.samples,
+        "clock_mhz": measurement.clock_mhz,
+    }
+
+
+def card_columns(gpu: GpuKey, limits: str | None) -> dict[str, Any]:
+    """What a winner is for, beside its problem."""
+    return {"gpu_name": gpu.name, "gpu_capability": gpu.capability, "limits": limits or ""}
+
+
+def condition_columns(environment: Environment, policy: str, limits: str | None) -> dict[str, Any]:
+    """Where and how something was measured. The target is the variant's."""
+    return {
+        **card_columns(environment.gpu, limits),
+        "driver": environment.driver,
+        "toolkit": environment.toolkit,
+        "torch": environment.torch,
+        "policy": policy,
+    }
+
+
+def _measurement(row: MeasurementRow, arch: str) -> MeasurementRecord:
+    return MeasurementRecord(
+        environment=Environment(
+            gpu=GpuKey(row.gpu_name, row.gpu_capability),
+            arch=arch,
+            driver=row.driver,
+            toolkit=row.toolkit,
+            torch=row.torch,
+        ),
+        policy=row.policy,
+        median_ms=row.median_ms,
+        low_ms=row.low_ms,
+        high_ms=row.high_ms,
+        samples=row.samples,
+        clock_mhz=row.clock_mhz,
+        limits=row.limits or None,
+        kind=row.kind,
+    )
+
+
+def stored_measurement(
+    row: MeasurementRow,
+    problem: ProblemRow,
+    variant: VariantRow,
+    configuration: ConfigurationRow,
+    verification: VerificationRow | None,
+) -> StoredMeasurement:
+    return StoredMeasurement(
+        id=row.id,
+        problem=_problem(problem),
+        variant_id=variant.id,
+        variant=variant_record(variant, configuration),
+        record=_measurement(row, variant.arch),
+        verification_id=verification.id if verification else None,
+        verification=_verification(verification) if verification else None,
+        created_at=row.created_at.replace(tzinfo=timezone.utc),
+    )
+
+
+def winner_record(
+    row: WinnerRow,
+    problem: ProblemRow,
+    variant: VariantRow,
+    configuration: ConfigurationRow,
+    measurement: MeasurementRow,
+    verification: VerificationRow,
+) -> Winner:
+    measured = _measurement(measurement, variant.arch)
+    compiled = variant_record(variant, configuration)
+    return Winner(
+        problem=_problem(problem),
+        config=compiled.config,
+        environment=measured.environment,
+        source_hash=compiled.source_hash,
+        template_hash=compiled.template_hash,
+        median_ms=measured.median_ms,
+        low_ms=measured.low_ms,
+        high_ms=measured.high_ms,
+        max_error=_verification(verification).max_error,
+        registers=compiled.registers,
+        spill_bytes=compiled.spill_bytes,
+        shared_memory_bytes=compiled.shared_memory_bytes,
+        partial=row.partial,
+        policy=measured.policy,
+        limits=measured.limits,
+        created_at=row.created_at.replace(tzinfo=timezone.utc),
+    )

@@ -1,0 +1,484 @@
+"""The store of what was built, checked and timed, and of which won."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ..gen import paths
+from ..gen.config import Config
+from ..gen.device import Device
+from ..gen.errors import BwdtuneError
+from ..gen.problem import Problem
+from . import connect, migrate, rows
+from .errors import (
+    CorruptDatabase,
+    DatabaseError,
+    DatabaseLocked,
+    DatabaseUnavailable,
+    InvalidRecord,
+    NotAWinner,
+    ReadOnlyDatabase,
+)
+from .models import Base, ConfigurationRow, MeasurementRow, ProblemRow, VariantRow, VerificationRow, WinnerRow
+from .records import (
+    MEASURED,
+    Environment,
+    GpuKey,
+    MeasurementRecord,
+    ProblemHistory,
+    StoredMeasurement,
+    VariantRecord,
+    VerificationRecord,
+    Winner,
+)
+
+if TYPE_CHECKING:
+    import optuna
+
+__all__ = [
+    "DatabaseError",
+    "Environment",
+    "GpuKey",
+    "MeasurementRecord",
+    "ProblemHistory",
+    "Store",
+    "StoredMeasurement",
+    "VariantRecord",
+    "VerificationRecord",
+    "Winner",
+]
+
+_ATTEMPTS = 3
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_R = TypeVar("_R", bound=Base)
+
+
+class Store:
+    """A database of results. Make one with `Store.open`.
+
+    It may be shared by threads, goes through a fork (each process has connections of its own) and can be pickled.
+
+    Attributes:
+        url: What is open; for SQLite its `database` is an absolute path.
+        read_only: Whether it was opened for reading only.
+    """
+
+    def __init__(self, url: sa.URL, read_only: bool) -> None:
+        self.url = url
+        self.read_only = read_only
+        # By process: a connection must not be used, nor closed, on the other side of a fork. No lock guards it, since a
+        # fork may come while another thread holds that.
+        self._engines: dict[int, sa.Engine] = {}
+
+    @classmethod
+    def open(cls, database: str | Path | None = None, *, read_only: bool = False) -> Store:
+        """Opens a database, makes a new one, or upgrades an older one (an SQLite file is copied beside itself first).
+
+        Args:
+            database: A path, or an SQLAlchemy URL; by default `gen.paths.default_database`.
+            read_only: Neither make nor change anything. Works on files and file systems that cannot be written.
+
+        Raises:
+            DatabaseError: One subclass a cause: missing, foreign, newer, damaged, locked, read-only, ... The database is
+                as it was.
+        """
+        store = cls(connect.database_url(paths.default_database() if database is None else database), read_only)
+        migrate.prepare(store.url, read_only=read_only)
+        return store
+
+    def __reduce__(self) -> tuple[type[Store], tuple[sa.URL, bool]]:
+        return Store, (self.url, self.read_only)
+
+    def close(self) -> None:
+        """Closes this process's connections; the next call opens new ones."""
+        engine = self._engines.pop(os.getpid(), None)
+        if engine:
+            engine.dispose()
+
+    def optuna_storage(self) -> optuna.storages.RDBStorage:
+        """Optuna's storage in the same database.
+
+        Raises:
+            DatabaseError: It cannot be written, or its Optuna tables are of another version of Optuna.
+        """
+        import optuna
+
+        self._refuse_read_only()
+        path = connect.sqlite_path(self.url)
+        if path:
+            # The URL only names the dialect: Optuna takes a string, in which a path with ? or % or {} would be another.
+            url, options = "sqlite://", connect.sqlite_options(path, "rw", True, "IMMEDIATE")
+        else:
+            url = self.url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
+            options = {"pool_pre_ping": True}
+
+        def make() -> optuna.storages.RDBStorage:
+            try:
+                return optuna.storages.RDBStorage(url, engine_kwargs=options)
+            except optuna.exceptions.StorageInternalError as error:
+                raise error.__cause__ or error from None
+            except RuntimeError as error:
+                raise DatabaseUnavailable(
+                    connect.describe(self.url), f"its Optuna tables do not fit Optuna {optuna.__version__}: {error}"
+                ) from None
+
+        # Two that make Optuna's tables at once run into each other.
+        return self._again_after(make, DatabaseUnavailable)
+
+    @staticmethod
+    def study_name(problem: Problem, device: Device, limits: str | None, space_hash: str) -> str:
+        """The name of the Optuna study of a search: a changed space or template is another study."""
+        kept_to = f" limits {limits}" if limits else ""
+        return f"{problem.label} on {device.name} ({device.arch}){kept_to} space {space_hash}"
+
+    # What was built, checked and timed
+
+    def record_variant(self, problem: Problem, variant: VariantRecord) -> int:
+        """Stores the outcome of a compilation, in place of an earlier one of the same source, target and compiler.
+
+        Args:
+            problem: Gives the kind (dtype, head_dim, mask); the sizes do not matter.
+            variant: What came of it.
+
+        Returns:
+            The variant's id, for the methods below.
+        """
+
+        def work(session: Session) -> int:
+            columns = rows.config_columns(variant.config)
+            configuration = _get_or_add(session, ConfigurationRow, {"name": columns.pop("name")}, columns)
+            identity = {
+                "configuration_id": configuration.id,
+                **rows.kind_of(problem),
+                "source_hash": variant.source_hash,
+                "arch": variant.arch,
+                "toolchain": variant.toolchain,
+            }
+            outcome = rows.outcome_columns(variant)
+            row = _get_or_add(session, VariantRow, identity, {**outcome, "created_at": _now()})
+            for name, value in outcome.items():
+                setattr(row, name, value)
+            return row.id
+
+        return self._write(work)
+
+    def find_variant(
+        self, problem: Problem, config: Config, *, source_hash: str, arch: str, toolchain: str
+    ) -> VariantRecord | None:
+        """The remembered outcome of compiling a configuration, failures and time-outs included."""
+        conditions = [
+            *rows.equal(ConfigurationRow, name=config.id),
+            *rows.equal(VariantRow, **rows.kind_of(problem), source_hash=source_hash, arch=arch, toolchain=toolchain),
+        ]
+        return next(iter(self._read(rows.select_variants(*conditions), rows.variant_record)), None)
+
+    def record_verification(self, problem: Problem, variant_id: int, verification: VerificationRecord) -> int:
+        """Stores a verdict. One that is no pass ends the variant's wins at this problem.
+
+        Returns:
+            Its id, for `set_winner`.
+        """
+
+        def work(session: Session) -> int:
+            about = {"problem_id": _problem_id(session, problem, variant_id), "variant_id": variant_id}
+            row = VerificationRow(**about, **rows.verdict_columns(verification), created_at=_now())
+            session.add(row)
+            session.flush()
+            if not verification.passed:
+                session.execute(sa.delete(WinnerRow).where(*rows.equal(WinnerRow, **about)))
+            return row.id
+
+        return self._write(work)
+
+    def record_measurement(self, problem: Problem, variant_id: int, measurement: MeasurementRecord) -> int:
+        """Stores a timing.
+
+        Returns:
+            Its id, for `set_winner`.
+        """
+
+        def work(session: Session) -> int:
+            problem_id = _problem_id(session, problem, variant_id)
+            arch = session.scalars(sa.select(VariantRow.arch).where(VariantRow.id == variant_id)).one()
+            if arch != measurement.environment.arch:
+                raise InvalidRecord(f"a variant for {arch} was not measured as {measurement.environment.arch}")
+            row = MeasurementRow(
+                problem_id=problem_id,
+                variant_id=variant_id,
+                **rows.measurement_columns(measurement),
+                created_at=_now(),
+            )
+            session.add(row)
+            session.flush()
+            return row.id
+
+        return self._write(work)
+
+    def measurement_for(
+        self,
+        problem: Problem,
+        config: Config,
+        environment: Environment,
+        limits: str | None = None,
+        *,
+        policy: str,
+        source_hash: str,
+    ) -> StoredMeasurement | None:
+        """The newest valid measurement of the same thing under the same conditions: nobody needs to measure it again."""
+        conditions = [
+            *rows.equal(ProblemRow, **rows.identity_of(problem)),
+            *rows.equal(ConfigurationRow, name=config.id),
+            *rows.equal(VariantRow, source_hash=source_hash, arch=environment.arch),
+            *rows.equal(MeasurementRow, **rows.condition_columns(environment, policy, limits)),
+        ]
+        found = self._read(rows.select_measurements(*conditions), rows.stored_measurement)
+        return max((one for one in found if one.valid), key=lambda one: one.id, default=None)
+
+    # Which won
+
+    def set_winner(
+        self,
+        problem: Problem,
+        environment: Environment,
+        limits: str | None,
+        measurement_id: int,
+        verification_id: int,
+        partial: bool = False,
+    ) -> bool:
+        """Proposes a winner; the better of it and the present one stays, in whatever order processes come.
+
+        The present winner counts with its newest measurement under the challenger's conditions: policy, toolkit and
+        templates. A race that includes it and stores its time thus decides between them. Where it has none, the two
+        cannot be compared, and the challenger, which can be built and timed today, wins.
+
+        Args:
+            problem: The problem.
+            environment: Where it was measured.
+            limits: As in the measurement.
+            measurement_id: The time it wins by.
+            verification_id: A passing verification of the same variant at the same problem.
+            partial: Whether the search was interrupted.
+
+        Returns:
+            Whether it is the winner now.
+
+        Raises:
+            NotAWinner: It was not verified, not measured, or the ids belong to something else.
+        """
+
+        def work(session: Session) -> bool:
+            measurement = session.get(MeasurementRow, measurement_id)
+            verification = session.get(VerificationRow, verification_id)
+            if measurement is None or verification is None:
+                raise NotAWinner("a winner needs a stored measurement and a stored verification")
+            key = {
+                "problem_id": _problem_id(session, problem, measurement.variant_id),
+                **rows.card_columns(environment.gpu, limits),
+            }
+            _refuse_loser(session, key, measurement, verification)
+            present = session.scalars(
+                sa.select(WinnerRow).where(*rows.equal(WinnerRow, **key)).with_for_update()
+            ).one_or_none()
+            if present and not _beats(session, measurement, present):
+                return False
+            row = present or WinnerRow(**key)
+            row.variant_id = measurement.variant_id
+            row.measurement_id, row.measurement_kind = measurement.id, measurement.kind
+            row.verification_id, row.verification_passed = verification.id, verification.passed
+            row.partial = partial
+            row.created_at = _now()
+            session.add(row)
+            return True
+
+        return self._write(work)
+
+    def winner(self, problem: Problem, gpu: GpuKey, limits: str | None = None) -> Winner | None:
+        """The winner for a problem on a kind of card, or None. This is the lookup at run time: it only reads.
+
+        Raises:
+            DatabaseError: It cannot be read; but one that is locked is only logged.
+        """
+        conditions = [
+            *rows.equal(ProblemRow, **rows.identity_of(problem)),
+            *rows.equal(WinnerRow, **rows.card_columns(gpu, limits)),
+        ]
+        try:
+            return next(iter(self._read(rows.select_winners(*conditions), rows.winner_record)), None)
+        except DatabaseLocked as error:
+            _log.warning("%s; going on without its winner", error)
+            return None
+
+    def winners(self) -> list[Winner]:
+        """All of them, by problem, card and limits."""
+        return self._read(rows.select_winners(), rows.winner_record)
+
+    def measurements(self, problem: Problem | None = None) -> list[StoredMeasurement]:
+        """All of them, or those of one problem; fastest first."""
+        conditions = rows.equal(ProblemRow, **rows.identity_of(problem)) if problem else []
+        return self._read(rows.select_measurements(*conditions), rows.stored_measurement)
+
+    def show(self, problem: Problem) -> ProblemHistory:
+        """All that is known of a problem."""
+        this = rows.equal(ProblemRow, **rows.identity_of(problem))
+        failed = [*rows.equal(VariantRow, **rows.kind_of(problem)), VariantRow.status != "ok"]
+        return ProblemHistory(
+            problem=problem,
+            winners=tuple(self._read(rows.select_winners(*this), rows.winner_record)),
+            measurements=tuple(self.measurements(problem)),
+            rejected=tuple(self._read(rows.select_rejected(*this), rows.rejected_variant)),
+            failures=tuple(self._read(rows.select_variants(*failed), rows.variant_record)),
+        )
+
+    # The database
+
+    def _engine(self) -> sa.Engine:
+        process = os.getpid()
+        engine = self._engines.get(process)
+        if engine is None:
+            engine = self._engines.setdefault(process, connect.make_engine(self.url, "ro" if self.read_only else "rw"))
+        return engine
+
+    def _read(self, statement: sa.Executable, convert: Callable[..., _T]) -> list[_T]:
+        """Runs a query; a row that does not pass the checks is logged and left out."""
+        database = connect.describe(self.url)
+        with connect.errors_of(self.url), Session(self._engine()) as session:
+            try:
+                found = session.execute(statement).all()
+            except ValueError as error:  # in SQLite a column may hold anything
+                raise CorruptDatabase(database, str(error)) from None
+            records = []
+            for row in found:
+                try:
+                    records.append(convert(*row))
+                except (BwdtuneError, TypeError, ValueError) as error:
+                    _log.warning("%s: passed over a row: %s", database, error)
+            return records
+
+    def _write(self, work: Callable[[Session], _T]) -> _T:
+        """Runs `work` in one short transaction, again where another process came between."""
+        self._refuse_read_only()
+        engine = self._engine().execution_options(sqlite_begin="BEGIN IMMEDIATE")
+
+        def transaction() -> _T:
+            with Session(engine) as session, session.begin():
+                return work(session)
+
+        return self._again_after(transaction)
+
+    def _refuse_read_only(self) -> None:
+        if self.read_only:
+            raise ReadOnlyDatabase(connect.describe(self.url), "it was opened for reading only")
+
+    def _again_after(self, work: Callable[[], _T], *errors: type[DatabaseError]) -> _T:
+        """Tries a few times: after a lock, a clash of rows, and those `errors` that another process may have caused."""
+        for attempt in range(_ATTEMPTS):
+            last = attempt == _ATTEMPTS - 1
+            try:
+                with connect.errors_of(self.url):
+                    return work()
+            except (sa.exc.IntegrityError, sa.exc.DataError) as error:
+                if last:
+                    raise InvalidRecord(f"{connect.describe(self.url)} refuses a row: {error.orig}") from error
+            except DatabaseError as error:
+                if last or not isinstance(error, (DatabaseLocked, *errors)):
+                    raise
+            time.sleep(random.uniform(0.05, 0.1) * 2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc).replace(tzinfo=None)
+
+
+def _get_or_add(session: Session, row_type: type[_R], identity: dict[str, Any], rest: dict[str, Any]) -> _R:
+    row = session.scalars(sa.select(row_type).where(*rows.equal(row_type, **identity))).one_or_none()
+    if row is None:
+        row = row_type(**identity, **rest)
+        session.add(row)
+        session.flush()
+    return row
+
+
+def _problem_id(session: Session, problem: Problem, variant_id: int) -> int:
+    """The problem's row. Refuses a variant of another kind of problem, such as a causal kernel for a full mask."""
+    variant = session.get(VariantRow, variant_id)
+    if variant is None:
+        raise InvalidRecord(f"there is no variant {variant_id}")
+    kind = rows.kind_of(problem)
+    if any(getattr(variant, name) != value for name, value in kind.items()):
+        raise InvalidRecord(
+            f"variant {variant_id} does not compute {problem.label}: it is of another dtype, head_dim or mask"
+        )
+    return _get_or_add(session, ProblemRow, rows.identity_of(problem), {}).id
+
+
+def _refuse_loser(
+    session: Session, key: dict[str, Any], measurement: MeasurementRow, verification: VerificationRow
+) -> None:
+    """The schema refuses most of this too, but not in words.
+
+    Raises:
+        NotAWinner: With the reason.
+    """
+    variant_id, problem_id = measurement.variant_id, key["problem_id"]
+    newest = sa.select(VerificationRow.passed).where(
+        *rows.equal(VerificationRow, problem_id=problem_id, variant_id=variant_id)
+    )
+    reasons = {
+        "its measurement is of another problem, card or limits": any(
+            getattr(measurement, name) != value for name, value in key.items()
+        ),
+        f"it was {measurement.kind}, not measured": measurement.kind != MEASURED,
+        "its verification is of another problem or variant": (verification.problem_id, verification.variant_id)
+        != (problem_id, variant_id),
+        "it did not pass verification": not verification.passed
+        or not session.scalars(newest.order_by(VerificationRow.id.desc()).limit(1)).first(),
+        "its compilation failed": session.scalars(
+            sa.select(VariantRow.status != "ok").where(VariantRow.id == variant_id)
+        ).one(),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise NotAWinner(f"this cannot be the winner: {reason}")
+
+
+def _beats(session: Session, challenger: MeasurementRow, present: WinnerRow) -> bool:
+    """Whether a measurement is better than the present winner; see `Store.set_winner`."""
+    mine = session.get(VariantRow, challenger.variant_id)
+    its = session.get(VariantRow, present.variant_id)
+    if mine is None or its is None:
+        raise AssertionError("the schema's foreign keys see to that")
+    if mine.configuration_id == its.configuration_id:
+        return challenger.id >= present.measurement_id  # the same one, with its newest time
+    time_ms = session.scalars(
+        sa.select(MeasurementRow.median_ms)
+        .join(VariantRow, VariantRow.id == MeasurementRow.variant_id)
+        .where(
+            *rows.equal(
+                VariantRow,
+                configuration_id=its.configuration_id,
+                **{name: getattr(mine, name) for name in ("dtype", "head_dim", "causal", "template_hash")},
+            ),
+            *rows.equal(
+                MeasurementRow,
+                **{
+                    name: getattr(challenger, name)
+                    for name in ("problem_id", "gpu_name", "gpu_capability", "limits", "kind", "policy", "toolkit")
+                },
+            ),
+        )
+        .order_by(MeasurementRow.id.desc())
+        .limit(1)
+    ).first()
+    return time_ms is None or challenger.median_ms < time_ms

@@ -37,7 +37,9 @@ Mode = Literal["ro", "rw", "rwc"]
 """SQLite's: read, read and write, read and write and create."""
 
 _log = logging.getLogger(__name__)
-_NETWORK_FILE_SYSTEMS = frozenset("nfs nfs4 cifs smb3 smbfs 9p afs beegfs ceph glusterfs gpfs lustre".split())
+_NETWORK_FILE_SYSTEMS = frozenset(
+    ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "beegfs", "ceph", "glusterfs", "gpfs", "lustre")
+)
 _LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.lxcfs"})
 
 # SQLite's own texts, which have not changed in many years; error codes reach Python in 3.11 only.
@@ -165,9 +167,9 @@ def sqlite_options(path: Path, mode: Mode, *rest: Any) -> dict[str, Any]:
 def make_engine(url: sa.URL, mode: Mode = "rw", *, foreign_keys: bool = True) -> sa.Engine:
     """An engine that opens nothing yet. `mode` and `foreign_keys` concern SQLite only.
 
-    On SQLite, a connection with the execution option ``sqlite_begin="BEGIN IMMEDIATE"`` takes the write lock first, when
-    waiting for it is still possible: a transaction that has read and then wants to write fails at once where another one
-    came between.
+    On SQLite, a connection with the execution option ``sqlite_begin="BEGIN IMMEDIATE"`` takes the write lock first,
+    when waiting for it is still possible: a transaction that has read and then wants to write fails at once where
+    another one came between.
 
     Raises:
         BadDatabaseName: No such dialect, or an asynchronous driver.

@@ -1,7 +1,7 @@
 """The schema. `migrations` makes and upgrades it; a test holds the two together.
 
-A winner refers to its verification and measurement by composite foreign keys that carry the problem, the variant and the
-verdict, and CHECKs pin the verdict: a winner that did not pass, was not measured, or borrows another variant's
+A winner refers to its verification and measurement by composite foreign keys that carry the problem, the variant and
+the verdict, and CHECKs pin the verdict: a winner that did not pass, was not measured, or borrows another variant's
 verification cannot be stored by whatever program.
 """
 
@@ -19,7 +19,7 @@ VERSION_TABLE = "bwdtune_schema_version"
 SCHEMA = "0001"
 """The schema of this version of the program: the newest revision in `migrations`."""
 
-# CHECKs cannot name infinity portably. NaN fails as well: SQLite stores it as NULL, PostgreSQL puts it above all numbers.
+# CHECKs cannot name infinity portably. NaN fails as well: SQLite makes it NULL, PostgreSQL puts it above all numbers.
 _TIME = "{0} > 0 AND {0} < 1e30"
 
 

@@ -90,8 +90,8 @@ class Store:
             read_only: Neither make nor change anything. Works on files and file systems that cannot be written.
 
         Raises:
-            DatabaseError: One subclass a cause: missing, foreign, newer, damaged, locked, read-only, ... The database is
-                as it was.
+            DatabaseError: One subclass a cause: missing, foreign, newer, damaged, locked, read-only, ... The database
+                is as it was.
         """
         store = cls(connect.database_url(paths.default_database() if database is None else database), read_only)
         migrate.prepare(store.url, read_only=read_only)
@@ -235,7 +235,7 @@ class Store:
         policy: str,
         source_hash: str,
     ) -> StoredMeasurement | None:
-        """The newest valid measurement of the same thing under the same conditions: nobody needs to measure it again."""
+        """The newest valid measurement of the same thing under the same conditions, so that nobody repeats it."""
         conditions = [
             *rows.equal(ProblemRow, **rows.identity_of(problem)),
             *rows.equal(ConfigurationRow, name=config.id),

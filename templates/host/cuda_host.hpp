@@ -1,15 +1,16 @@
 // The part of CUDA's language and runtime that a generated kernel names, for a plain C++ compiler. Values of enums are CUDA's.
 #pragma once
 
-#include <dlfcn.h>
+#include <inttypes.h>
 #include <math.h>
-#include <pthread.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include <initializer_list>
 
 #define __global__
 #define __device__
@@ -145,16 +146,16 @@ struct alignas(64) CUtensorMap {
 
 namespace bwdtune_host __attribute__((visibility("hidden"))) {
 
-constexpr uint32_t kTensorMapMagic = 0x62776474;
-constexpr int kMaxRank = 5;
+constexpr uint32_t TENSOR_MAP_MAGIC = 0x62776474;
+constexpr uint32_t MAX_RANK = 5;
 
 struct TensorMap {
   uint32_t magic;
   uint8_t rank, element_bytes, swizzle_bytes;   // swizzle_bytes: the span that is permuted, 0 for none
   const uint8_t* base;
-  uint64_t size[kMaxRank];                      // elements
-  uint64_t stride[kMaxRank - 1];                // bytes, of dimensions 1 and up
-  uint16_t box[kMaxRank];                       // elements
+  uint64_t size[MAX_RANK];                      // elements
+  uint64_t stride[MAX_RANK - 1];                // bytes, of dimensions 1 and up
+  uint16_t box[MAX_RANK];                       // elements
 };
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 
@@ -170,61 +171,65 @@ inline uint32_t element_bytes(CUtensorMapDataType type) {
   return 0;
 }
 
-inline CUresult refuse_map(const char* format, unsigned long long a, unsigned long long b = 0) {
+__attribute__((format(printf, 1, 2))) inline CUresult refuse_map(const char* format, ...) {
   char text[256];
-  snprintf(text, sizeof text, format, a, b);
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text, sizeof text, format, values);
+  va_end(values);
   refuse(cudaErrorInvalidValue, "cuTensorMapEncodeTiled: %s", text);
   return CUDA_ERROR_INVALID_VALUE;
 }
 
-// With the checks of the CUDA driver API's reference for cuTensorMapEncodeTiled; interleaved layouts, strided boxes and
-// NaN fill are refused, as no kernel uses them.
-inline CUresult encode_tiled(CUtensorMap* encoded, CUtensorMapDataType type, cuuint32_t rank, void* address,
-                             const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                             const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
-                             CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+}  // namespace bwdtune_host
+
+// With the checks of the CUDA driver API's reference. Interleaved layouts, strided boxes and NaN fill are refused: no kernel
+// uses them.
+inline CUresult cuTensorMapEncodeTiled(CUtensorMap* encoded, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                                       const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
+                                       CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                       CUtensorMapFloatOOBfill fill) {
+  using namespace bwdtune_host;
   const uint32_t bytes = element_bytes(type);
-  if (reinterpret_cast<uintptr_t>(encoded) % 64) return refuse_map("the map is not 64-byte aligned%.0llu", 0);
-  if (!bytes) return refuse_map("data type %llu is unknown", type);
-  if (rank < 1 || rank > kMaxRank) return refuse_map("rank %llu: it must lie between 1 and 5", rank);
+  if (reinterpret_cast<uintptr_t>(encoded) % 64) return refuse_map("the map lies at %p: it must be 64-byte aligned", encoded);
+  if (!bytes) return refuse_map("data type %d is unknown", type);
+  if (rank < 1 || rank > MAX_RANK) return refuse_map("rank %u: it must lie between 1 and 5", rank);
   if (!address || reinterpret_cast<uintptr_t>(address) % 16)
-    return refuse_map("base address 0x%llx is null or not 16-byte aligned", reinterpret_cast<uintptr_t>(address));
+    return refuse_map("base address %p: it must be 16-byte aligned and not null", address);
   if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
-    return refuse_map("interleave %llu with fill %llu: the host target has neither", interleave, fill);
-  if (static_cast<unsigned>(promotion) > CU_TENSOR_MAP_L2_PROMOTION_L2_256B)
-    return refuse_map("L2 promotion %llu is unknown", promotion);
-  if (static_cast<unsigned>(swizzle) > CU_TENSOR_MAP_SWIZZLE_128B)
-    return refuse_map("swizzle %llu is unknown", swizzle);
+    return refuse_map("interleave %d, fill %d: the host target has neither", interleave, fill);
+  if (promotion < 0 || promotion > CU_TENSOR_MAP_L2_PROMOTION_L2_256B)
+    return refuse_map("L2 promotion %d is unknown", promotion);
+  if (swizzle < 0 || swizzle > CU_TENSOR_MAP_SWIZZLE_128B) return refuse_map("swizzle %d is unknown", swizzle);
   TensorMap map = {};
-  map.magic = kTensorMapMagic;
+  map.magic = TENSOR_MAP_MAGIC;
   map.rank = static_cast<uint8_t>(rank);
   map.element_bytes = static_cast<uint8_t>(bytes);
-  map.swizzle_bytes = static_cast<uint8_t>(swizzle == CU_TENSOR_MAP_SWIZZLE_NONE ? 0 : 16u << swizzle);
+  map.swizzle_bytes = static_cast<uint8_t>(swizzle == CU_TENSOR_MAP_SWIZZLE_NONE ? 0 : 16 << swizzle);
   map.base = static_cast<const uint8_t*>(address);
-  for (uint32_t i = 0; i < rank; ++i) {
-    if (sizes[i] < 1 || sizes[i] > 1ull << 32)
-      return refuse_map("size %2$llu of dimension %1$llu: it must lie between 1 and 2^32", i, sizes[i]);
+  for (uint32_t i = 0; i < rank; i++) {
+    if (sizes[i] < 1 || sizes[i] > uint64_t{1} << 32)
+      return refuse_map("size %" PRIu64 " of dimension %u: it must lie between 1 and 2^32", sizes[i], i);
     if (box[i] < 1 || box[i] > 256)
-      return refuse_map("box size %2$llu of dimension %1$llu: it must lie between 1 and 256", i, box[i]);
+      return refuse_map("box size %u of dimension %u: it must lie between 1 and 256", box[i], i);
     if (element_strides[i] != 1)
-      return refuse_map("element stride %2$llu of dimension %1$llu: the host target takes 1", i, element_strides[i]);
-    if (i > 0 && (strides[i - 1] % 16 || strides[i - 1] >= 1ull << 40))
-      return refuse_map("stride of dimension %llu is %llu bytes: it must be a multiple of 16 below 2^40", i,
-                        strides[i - 1]);
+      return refuse_map("element stride %u of dimension %u: the host target takes 1", element_strides[i], i);
     map.size[i] = sizes[i];
     map.box[i] = static_cast<uint16_t>(box[i]);
-    if (i > 0) map.stride[i - 1] = strides[i - 1];
+    if (i == 0) continue;
+    if (strides[i - 1] % 16 || strides[i - 1] >= uint64_t{1} << 40)
+      return refuse_map("stride of %" PRIu64 " bytes of dimension %u: it must be a multiple of 16 below 2^40",
+                        strides[i - 1], i);
+    map.stride[i - 1] = strides[i - 1];
   }
-  if (box[0] * bytes % 16)
-    return refuse_map("the box's rows of %llu bytes are no multiple of 16", box[0] * bytes);
+  if (box[0] * bytes % 16) return refuse_map("box rows of %u bytes: they must be a multiple of 16", box[0] * bytes);
   if (map.swizzle_bytes && box[0] * bytes > map.swizzle_bytes)
-    return refuse_map("the box's rows of %llu bytes exceed the swizzle's %llu", box[0] * bytes, map.swizzle_bytes);
+    return refuse_map("box rows of %u bytes exceed the swizzle's %u", box[0] * bytes, map.swizzle_bytes);
   memset(encoded, 0, sizeof *encoded);
   memcpy(encoded, &map, sizeof map);
   return CUDA_SUCCESS;
 }
-
-}  // namespace bwdtune_host
 
 enum { cudaEnableDefault = 0 };
 enum cudaDriverEntryPointQueryResult {
@@ -236,7 +241,7 @@ enum cudaDriverEntryPointQueryResult {
 inline cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned, unsigned long long,
                                                     cudaDriverEntryPointQueryResult* result = nullptr) {
   const bool known = strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
-  *function = known ? reinterpret_cast<void*>(&bwdtune_host::encode_tiled) : nullptr;
+  *function = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
   if (result) *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   if (known) return cudaSuccess;
   return bwdtune_host::refuse(cudaErrorSymbolNotFound, "the host target has no driver function %s", symbol);

@@ -1,0 +1,693 @@
+// One thread block on a CPU: its threads as fibers, its shared memory with a record of who wrote each word, its barriers.
+//
+// Every wait of a thread is a call into here, which switches to another thread; a block in which nobody can go on is a
+// deadlock and is reported. Copies of TMA land at once, but a thread may only read them when the order of waits and barriers
+// says that they have landed: order is tracked by vector clocks. Each thread counts the points at which it publishes what it
+// did; each mbarrier counts its phases, as one more thread would. A thread knows of another's work up to the count that a
+// barrier has handed on to it.
+#pragma once
+
+#include "cuda_host.hpp"
+#include "fiber.hpp"
+
+namespace bwdtune_host __attribute__((visibility("hidden"))) {
+
+constexpr uint32_t WARP_SIZE = 32, MAX_WARPS = 32, MAX_MBARRIERS = 64;
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+// Where dynamic shared memory begins: as on a card, address 0 is not part of it.
+constexpr uint32_t SHARED_BASE = 1024;
+constexpr int32_t MAX_TRANSACTION_BYTES = (1 << 20) - 1;
+
+// ---- memory that kernels may touch, told by whoever owns it ----
+
+struct Buffer {
+  uintptr_t begin, end;
+  bool writable;
+};
+
+// Of the OS thread that launches. With none registered, global addresses are not checked.
+struct Buffers {
+  static constexpr int CAPACITY = 64;
+  Buffer entries[CAPACITY];
+  int count = 0;
+};
+inline thread_local Buffers registered_buffers;
+
+// ---- a launch ----
+
+struct Launch {
+  const void* kernel;
+  dim3 grid, block;
+  uint32_t threads, shared_bytes;
+  bool race_check;
+  void (*invoke)(const void* call);
+  const void* call;
+  const Buffers* buffers;
+
+  uint64_t next_block = 0;
+  // The first fault: set once, then no block is started any more.
+  int faulted = 0;
+  cudaError_t code = cudaSuccess;
+  char text[512];
+
+  void fault(cudaError_t error, const char* diagnosis) {
+    if (__atomic_exchange_n(&faulted, 1, __ATOMIC_ACQ_REL)) return;
+    code = error;
+    snprintf(text, sizeof text, "%s", diagnosis);
+  }
+};
+
+// ---- threads and warps ----
+
+class Block;
+struct Warp;
+
+// An instruction that the 32 lanes execute together.
+struct WarpInstruction {
+  const char* name;
+  void (*execute)(Warp&);
+};
+
+enum class State : uint8_t { READY, IN_WARP_INSTRUCTION, AT_BLOCK_BARRIER, AT_MBARRIER, EXITED };
+
+struct Fiber {
+  Context context;
+  Block* block;
+  Warp* warp;
+  uint3 thread_index;
+  uint32_t thread, lane;  // of the block, of the warp
+  State state;
+  int line;               // of the .cu, where it waits
+  void* operands;         // of the warp instruction it has arrived at
+  uint32_t awaited_mbarrier, awaited_parity;
+  // What it knows of each thread and mbarrier beyond what the last block barrier told everybody; valid in that barrier's epoch.
+  uint32_t* known;
+  uint32_t known_epoch;
+};
+
+struct Warp {
+  Fiber* lanes;
+  uint32_t index, size;
+  uint32_t ready, exited;
+  uint32_t arrived;  // at `instruction`
+  const WarpInstruction* instruction;
+  int line;
+};
+
+inline thread_local Fiber* current_fiber;
+
+// ---- mbarriers ----
+
+struct Mbarrier {
+  uint32_t address;
+  uint32_t count, pending;  // arrivals of a phase; those still missing in this one
+  int32_t bytes;            // expected minus arrived in this phase
+  uint32_t phases;          // completed
+  uint32_t waited;          // the latest completed phase that any thread has waited for
+  uint32_t copies;          // the phase count at which every copy so far has landed
+  uint32_t initialiser, initialiser_clock;
+  bool fenced;              // its initialisation is visible to TMA
+  uint32_t waiting;         // warps with a thread that waits
+  uint32_t* released;       // what arrivals publish, joined
+  uint32_t* completed;      // the same when the last phase completed: what a wait learns
+};
+
+// ---- shared memory ----
+
+struct Word {
+  uint32_t clock;
+  uint16_t writer;  // a thread, or threads + index of the mbarrier that a copy completes on, or one of the below
+  uint16_t line;
+};
+constexpr uint16_t NEVER_WRITTEN = 0xffff, HOLDS_MBARRIER = 0xfffe;
+
+template <class T>
+T* allocate(size_t count) {
+  return static_cast<T*>(calloc(count ? count : 1, sizeof(T)));
+}
+
+class Block {
+ public:
+  explicit Block(Launch& launch)
+      : launch_(launch),
+        threads_(launch.threads),
+        warps_count_((launch.threads + WARP_SIZE - 1) / WARP_SIZE),
+        participants_(launch.threads + MAX_MBARRIERS),
+        shared_words_((launch.shared_bytes + 3) / 4),
+        stacks_(launch.threads),
+        fibers_(allocate<Fiber>(threads_)),
+        known_(allocate<uint32_t>(static_cast<size_t>(threads_) * participants_)),
+        told_to_all_(allocate<uint32_t>(participants_)),
+        clocks_(allocate<uint32_t>(threads_)),
+        mbarrier_clocks_(allocate<uint32_t>(2 * MAX_MBARRIERS * participants_)),
+        shared_(allocate<uint8_t>(4 * shared_words_)),
+        words_(allocate<Word>(shared_words_)),
+        reader_warps_(allocate<uint32_t>(launch.race_check ? shared_words_ : 0)),
+        reads_(allocate<uint32_t>(launch.race_check ? shared_words_ * warps_count_ : 0)) {}
+
+  ~Block() {
+    for (void* pointer : {static_cast<void*>(fibers_), static_cast<void*>(known_), static_cast<void*>(told_to_all_),
+                          static_cast<void*>(clocks_), static_cast<void*>(mbarrier_clocks_),
+                          static_cast<void*>(shared_), static_cast<void*>(words_), static_cast<void*>(reader_warps_),
+                          static_cast<void*>(reads_)})
+      free(pointer);
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  bool allocated() const {
+    return stacks_.allocated() && fibers_ && known_ && told_to_all_ && clocks_ && mbarrier_clocks_ && shared_ && words_ &&
+           reader_warps_ && reads_;
+  }
+
+  const dim3& index() const { return index_; }
+  const Launch& launch() const { return launch_; }
+
+  // Runs the block with that number in the grid from its first thread's entry to its last thread's exit, or to a fault.
+  void run(uint64_t number) {
+    index_ = dim3(static_cast<unsigned>(number % launch_.grid.x),
+                  static_cast<unsigned>(number / launch_.grid.x % launch_.grid.y),
+                  static_cast<unsigned>(number / launch_.grid.x / launch_.grid.y));
+    faulted_ = false;
+    alive_ = threads_;
+    barrier_arrived_ = 0;
+    mbarrier_count_ = 0;
+    epoch_ = 1;
+    memset(told_to_all_, 0, participants_ * sizeof *told_to_all_);
+    memset(words_, 0xff, shared_words_ * sizeof *words_);
+    if (launch_.race_check) memset(reader_warps_, 0, shared_words_ * sizeof *reader_warps_);
+    for (uint32_t t = 0; t < threads_; t++) {
+      Fiber& fiber = fibers_[t];
+      fiber.block = this;
+      fiber.thread = t;
+      fiber.thread_index = {t % launch_.block.x, t / launch_.block.x % launch_.block.y,
+                            t / launch_.block.x / launch_.block.y};
+      fiber.lane = t % WARP_SIZE;
+      fiber.warp = &warps_[t / WARP_SIZE];
+      fiber.state = State::READY;
+      fiber.known = known_ + static_cast<size_t>(t) * participants_;
+      fiber.known_epoch = 0;
+      clocks_[t] = 1;
+      fiber.context.prepare(stacks_.bottom(t), stacks_.top(t), &Block::enter);
+    }
+    for (uint32_t w = 0; w < warps_count_; w++) {
+      const uint32_t size = threads_ - w * WARP_SIZE < WARP_SIZE ? threads_ - w * WARP_SIZE : WARP_SIZE;
+      warps_[w] = {fibers_ + w * WARP_SIZE, w, size, size == WARP_SIZE ? ALL_LANES : (1u << size) - 1, 0, 0, nullptr, 0};
+    }
+    current_fiber = &fibers_[0];
+    Context::go(scheduler_, fibers_[0].context);
+    current_fiber = nullptr;
+    if (!faulted_) check_mbarriers_at_exit();
+  }
+
+  // ---- faults ----
+
+  // Reports a fault of that thread and leaves the block; its threads are not resumed.
+  [[noreturn]] __attribute__((format(printf, 5, 6))) void fault(const Fiber& fiber, cudaError_t code, int line,
+                                                                const char* format, ...) {
+    char what[320];
+    va_list values;
+    va_start(values, format);
+    vsnprintf(what, sizeof what, format, values);
+    va_end(values);
+    char text[480];
+    snprintf(text, sizeof text, "block (%u,%u,%u), thread %u (warp %u, lane %u), line %d: %s", index_.x, index_.y,
+             index_.z, fiber.thread, fiber.warp->index, fiber.lane, line, what);
+    abandon(code, text);
+  }
+
+  // ---- warps ----
+
+  // Joins the warp's lanes in `instruction`; returns when all have arrived and it has been executed.
+  void execute_in_warp(const WarpInstruction& instruction, void* operands, int line) {
+    Fiber& fiber = *current_fiber;
+    Warp& warp = *fiber.warp;
+    if (warp.exited || warp.size < WARP_SIZE)
+      fault(fiber, cudaErrorLaunchFailure, line, "%s is reached by a part of its warp only: lanes 0x%08x %s",
+            instruction.name, warp.exited ? warp.exited : ~((1u << warp.size) - 1),
+            warp.exited ? "have exited" : "do not exist");
+    if (!warp.arrived) {
+      warp.instruction = &instruction;
+      warp.line = line;
+    } else if (warp.instruction != &instruction || warp.line != line) {
+      fault(fiber, cudaErrorLaunchFailure, line,
+            "%s is reached by a part of its warp only: lanes 0x%08x are at %s of line %d", instruction.name,
+            warp.arrived, warp.instruction->name, warp.line);
+    }
+    fiber.operands = operands;
+    fiber.line = line;
+    const uint32_t bit = 1u << fiber.lane;
+    warp.arrived |= bit;
+    if (warp.arrived != ALL_LANES) {
+      fiber.state = State::IN_WARP_INSTRUCTION;
+      warp.ready &= ~bit;
+      suspend(fiber);
+      return;
+    }
+    warp.arrived = 0;
+    instruction.execute(warp);
+    for (uint32_t lane = 0; lane < WARP_SIZE; lane++) warp.lanes[lane].state = State::READY;
+    warp.ready = ALL_LANES;
+  }
+
+  // ---- the block barrier ----
+
+  void sync_threads(int line) {
+    Fiber& fiber = *current_fiber;
+    if (fiber.warp->arrived)
+      fault(fiber, cudaErrorLaunchFailure, line, "a block barrier is reached by a part of its warp only: lanes 0x%08x are "
+            "at %s of line %d", fiber.warp->arrived, fiber.warp->instruction->name, fiber.warp->line);
+    fiber.line = line;
+    if (++barrier_arrived_ < threads_) {
+      fiber.state = State::AT_BLOCK_BARRIER;
+      fiber.warp->ready &= ~(1u << fiber.lane);
+      suspend(fiber);
+      return;
+    }
+    barrier_arrived_ = 0;
+    // Everybody now knows all that anybody did or knew.
+    for (uint32_t t = 0; t < threads_; t++) {
+      told_to_all_[t] = clocks_[t]++;
+      fibers_[t].state = State::READY;
+    }
+    for (uint32_t i = 0; i < mbarrier_count_; i++) told_to_all_[threads_ + i] = mbarriers_[i].waited;
+    epoch_++;
+    for (uint32_t w = 0; w < warps_count_; w++)
+      warps_[w].ready = warps_[w].size == WARP_SIZE ? ALL_LANES : (1u << warps_[w].size) - 1;
+  }
+
+  // ---- shared memory ----
+
+  // The bytes at an address, for a read of `bytes` (a multiple of 4) by that thread.
+  const uint8_t* read_shared(const Fiber& fiber, uint32_t address, uint32_t bytes, const char* what, int line) {
+    const uint32_t offset = check_shared(fiber, address, bytes, bytes, what, line);
+    for (uint32_t i = offset / 4; i < (offset + bytes) / 4; i++) {
+      const Word& word = words_[i];
+      if (word.writer < threads_) {
+        if (!launch_.race_check) continue;
+        if (!knows(fiber, word.writer, word.clock))
+          fault(fiber, cudaErrorLaunchFailure, line,
+                "race: %s reads shared offset %u, which thread %u wrote at line %u with no barrier between", what, 4 * i,
+                word.writer, word.line);
+      } else if (word.writer == NEVER_WRITTEN) {
+        fault(fiber, cudaErrorLaunchFailure, line, "%s reads shared offset %u, which was never written", what, 4 * i);
+      } else if (word.writer == HOLDS_MBARRIER) {
+        fault(fiber, cudaErrorLaunchFailure, line, "%s reads shared offset %u, which holds an mbarrier", what, 4 * i);
+      } else if (!knows(fiber, word.writer, word.clock)) {
+        fault(fiber, cudaErrorLaunchFailure, line,
+              "%s reads shared offset %u, which a copy of line %u writes: this thread has not waited for its mbarrier at "
+              "offset %u (phase %u)", what, 4 * i, word.line, mbarriers_[word.writer - threads_].address - SHARED_BASE,
+              word.clock - 1);
+      }
+      if (launch_.race_check) {
+        reader_warps_[i] |= 1u << fiber.warp->index;
+        reads_[static_cast<size_t>(i) * warps_count_ + fiber.warp->index] = clocks_[fiber.thread] << 5 | fiber.lane;
+      }
+    }
+    return shared_ + offset;
+  }
+
+  // The bytes at an address, for a write of `bytes` (a multiple of 4) by that thread or by a copy that it starts, which
+  // completes on `mbarrier`.
+  uint8_t* write_shared(const Fiber& fiber, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what, int line,
+                        const Mbarrier* mbarrier = nullptr) {
+    const uint32_t offset = check_shared(fiber, address, bytes, alignment, what, line);
+    const Word written = mbarrier ? Word{mbarrier->phases + 1, static_cast<uint16_t>(threads_ + (mbarrier - mbarriers_)),
+                                         static_cast<uint16_t>(line)}
+                                  : Word{clocks_[fiber.thread], static_cast<uint16_t>(fiber.thread),
+                                         static_cast<uint16_t>(line)};
+    for (uint32_t i = offset / 4; i < (offset + bytes) / 4; i++) {
+      Word& word = words_[i];
+      if (word.writer == HOLDS_MBARRIER)
+        fault(fiber, cudaErrorLaunchFailure, line, "%s overwrites the mbarrier at shared offset %u", what, 4 * i);
+      if (launch_.race_check) check_write_race(fiber, i, what, line);
+      word = written;
+    }
+    return shared_ + offset;
+  }
+
+  // ---- mbarriers ----
+
+  void mbarrier_init(uint32_t address, uint32_t arrivals, int line) {
+    Fiber& fiber = *current_fiber;
+    if (arrivals < 1 || arrivals >= 1u << 20)
+      fault(fiber, cudaErrorLaunchFailure, line, "mbarrier.init with %u arrivals: they must lie between 1 and 2^20 - 1",
+            arrivals);
+    write_shared(fiber, address, 8, 8, "mbarrier.init", line);
+    if (mbarrier_count_ == MAX_MBARRIERS)
+      fault(fiber, cudaErrorLaunchFailure, line, "the host target keeps %u mbarriers a block", MAX_MBARRIERS);
+    const uint32_t word = (address - SHARED_BASE) / 4;
+    words_[word].writer = words_[word + 1].writer = HOLDS_MBARRIER;
+    words_[word].clock = mbarrier_count_;
+    uint32_t* clocks = mbarrier_clocks_ + 2 * mbarrier_count_ * participants_;
+    memset(clocks, 0, 2 * participants_ * sizeof *clocks);
+    Mbarrier& mbarrier = mbarriers_[mbarrier_count_++];
+    mbarrier = {};
+    mbarrier.address = address;
+    mbarrier.count = mbarrier.pending = arrivals;
+    mbarrier.initialiser = fiber.thread;
+    mbarrier.initialiser_clock = clocks_[fiber.thread];
+    mbarrier.released = clocks;
+    mbarrier.completed = clocks + participants_;
+  }
+
+  void mbarrier_fence_init() {
+    for (uint32_t i = 0; i < mbarrier_count_; i++)
+      if (mbarriers_[i].initialiser == current_fiber->thread) mbarriers_[i].fenced = true;
+  }
+
+  // The mbarrier at an address, which must have been initialised before this thread's last barrier.
+  Mbarrier& mbarrier_at(uint32_t address, const char* what, int line) {
+    const Fiber& fiber = *current_fiber;
+    const uint32_t offset = check_shared(fiber, address, 8, 8, what, line), word = offset / 4;
+    if (words_[word].writer != HOLDS_MBARRIER || mbarriers_[words_[word].clock % MAX_MBARRIERS].address != address)
+      fault(fiber, cudaErrorLaunchFailure, line, "%s names shared offset %u, where no mbarrier was initialised", what,
+            offset);
+    Mbarrier& mbarrier = mbarriers_[words_[word].clock];
+    if (!knows(fiber, mbarrier.initialiser, mbarrier.initialiser_clock))
+      fault(fiber, cudaErrorLaunchFailure, line,
+            "%s names the mbarrier at shared offset %u, which thread %u initialised with no block barrier since", what,
+            offset, mbarrier.initialiser);
+    return mbarrier;
+  }
+
+  void mbarrier_arrive_expect_tx(uint32_t address, uint32_t bytes, int line) {
+    Fiber& fiber = *current_fiber;
+    Mbarrier& mbarrier = mbarrier_at(address, "mbarrier.arrive", line);
+    count_bytes(mbarrier, static_cast<int64_t>(bytes), line);
+    if (!mbarrier.pending)
+      fault(fiber, cudaErrorLaunchFailure, line,
+            "more arrivals than the %u of the mbarrier at shared offset %u, whose phase %u still misses %d bytes",
+            mbarrier.count, address - SHARED_BASE, mbarrier.phases, mbarrier.bytes);
+    mbarrier.pending--;
+    for (uint32_t i = 0; i < participants_; i++) {
+      const uint32_t known = known_of(fiber, i);
+      if (mbarrier.released[i] < known) mbarrier.released[i] = known;
+    }
+    mbarrier.released[fiber.thread] = clocks_[fiber.thread]++;
+    complete_phase_if_due(mbarrier, line);
+  }
+
+  void mbarrier_complete_tx(Mbarrier& mbarrier, uint32_t bytes, int line) {
+    mbarrier.copies = mbarrier.phases + 1;
+    count_bytes(mbarrier, -static_cast<int64_t>(bytes), line);
+    complete_phase_if_due(mbarrier, line);
+  }
+
+  void mbarrier_wait(uint32_t address, uint32_t parity, int line) {
+    Fiber& fiber = *current_fiber;
+    Mbarrier& mbarrier = mbarrier_at(address, "mbarrier.try_wait", line);
+    if (parity > 1) fault(fiber, cudaErrorLaunchFailure, line, "mbarrier.try_wait with parity %u: it is 0 or 1", parity);
+    // Asked again after each completion: who comes back too late to see its phase waits for the next but one, as on a card.
+    while (mbarrier.phases % 2 == parity) {
+      fiber.state = State::AT_MBARRIER;
+      fiber.line = line;
+      fiber.awaited_mbarrier = static_cast<uint32_t>(&mbarrier - mbarriers_);
+      fiber.awaited_parity = parity;
+      fiber.warp->ready &= ~(1u << fiber.lane);
+      mbarrier.waiting |= 1u << fiber.warp->index;
+      suspend(fiber);
+    }
+    if (mbarrier.waited < mbarrier.phases) mbarrier.waited = mbarrier.phases;
+    if (fiber.known_epoch != epoch_) {
+      memcpy(fiber.known, told_to_all_, participants_ * sizeof *told_to_all_);
+      fiber.known_epoch = epoch_;
+    }
+    for (uint32_t i = 0; i < participants_; i++)
+      if (fiber.known[i] < mbarrier.completed[i]) fiber.known[i] = mbarrier.completed[i];
+    uint32_t& phases = fiber.known[threads_ + (&mbarrier - mbarriers_)];
+    if (phases < mbarrier.phases) phases = mbarrier.phases;
+  }
+
+  // ---- global memory ----
+
+  void check_global(const void* pointer, uint64_t bytes, uint64_t alignment, bool write, const char* what, int line) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(pointer), end = begin + bytes;
+    if (begin % alignment)
+      fault(*current_fiber, cudaErrorMisalignedAddress, line, "%s of global address %p, which is not %u-byte aligned", what,
+            pointer, static_cast<unsigned>(alignment));
+    const Buffers& buffers = *launch_.buffers;
+    if (!buffers.count) return;
+    // Most accesses hit the buffer of the one before.
+    for (int i = 0; i < buffers.count; i++) {
+      const int candidate = (last_buffer_ + i) % buffers.count;
+      const Buffer& buffer = buffers.entries[candidate];
+      if (begin < buffer.begin || end > buffer.end) continue;
+      if (write && !buffer.writable) continue;
+      last_buffer_ = candidate;
+      return;
+    }
+    fault_global(begin, bytes, write, what, line);
+  }
+
+ private:
+  // ---- running ----
+
+  static void enter() {
+    Fiber& fiber = *current_fiber;
+    fiber.block->launch_.invoke(fiber.block->launch_.call);
+    fiber.block->exit(fiber);
+  }
+
+  [[noreturn]] void exit(Fiber& fiber) {
+    Warp& warp = *fiber.warp;
+    if (warp.arrived)
+      fault(fiber, cudaErrorLaunchFailure, warp.line,
+            "%s is reached by a part of its warp only: this thread exits, lanes 0x%08x have arrived",
+            warp.instruction->name, warp.arrived);
+    fiber.state = State::EXITED;
+    warp.ready &= ~(1u << fiber.lane);
+    warp.exited |= 1u << fiber.lane;
+    if (--alive_ == 0) Context::go(fiber.context, scheduler_);
+    suspend(fiber);
+    __builtin_unreachable();
+  }
+
+  // Goes on with another thread: the next of this warp, else the first of another.
+  void suspend(Fiber& fiber) {
+    const Warp* warp = fiber.warp;
+    uint32_t ready = warp->ready & ~((2u << fiber.lane) - 1);
+    if (!ready) ready = warp->ready;
+    for (uint32_t w = 1; !ready && w < warps_count_; w++) {
+      warp = &warps_[(fiber.warp->index + w) % warps_count_];
+      ready = warp->ready;
+    }
+    if (!ready) report_deadlock();
+    Fiber& next = warp->lanes[__builtin_ctz(ready)];
+    current_fiber = &next;
+    Context::go(fiber.context, next.context);
+  }
+
+  [[noreturn]] void abandon(cudaError_t code, const char* text) {
+    launch_.fault(code, text);
+    faulted_ = true;
+    Context::go(current_fiber->context, scheduler_);
+    __builtin_unreachable();
+  }
+
+  void describe(const Fiber& fiber, char* text, size_t bytes) const {
+    switch (fiber.state) {
+      case State::READY: snprintf(text, bytes, "thread %u runs", fiber.thread); break;
+      case State::EXITED: snprintf(text, bytes, "thread %u has exited", fiber.thread); break;
+      case State::AT_BLOCK_BARRIER:
+        snprintf(text, bytes, "thread %u waits at the block barrier of line %d", fiber.thread, fiber.line);
+        break;
+      case State::IN_WARP_INSTRUCTION:
+        snprintf(text, bytes, "thread %u waits for its warp in %s of line %d", fiber.thread,
+                 fiber.warp->instruction->name, fiber.line);
+        break;
+      case State::AT_MBARRIER: {
+        const Mbarrier& mbarrier = mbarriers_[fiber.awaited_mbarrier];
+        snprintf(text, bytes,
+                 "thread %u waits at line %d for parity %u of the mbarrier at shared offset %u (phase %u misses %u of %u "
+                 "arrivals and %d bytes)",
+                 fiber.thread, fiber.line, fiber.awaited_parity, mbarrier.address - SHARED_BASE, mbarrier.phases,
+                 mbarrier.pending, mbarrier.count, mbarrier.bytes);
+        break;
+      }
+    }
+  }
+
+  // The first thread that is not in `state`, described; or the first one.
+  void describe_other(State state, char* text, size_t bytes) const {
+    const Fiber* other = fibers_;
+    for (uint32_t t = 0; t < threads_; t++)
+      if (fibers_[t].state != state) {
+        other = &fibers_[t];
+        break;
+      }
+    describe(*other, text, bytes);
+  }
+
+  [[noreturn]] void report_deadlock() {
+    char who[200], text[480];
+    const Warp* warp = nullptr;
+    for (uint32_t w = 0; w < warps_count_ && !warp; w++)
+      if (warps_[w].arrived) warp = &warps_[w];
+    const char* at = "block (%u,%u,%u): deadlock: ";
+    int used = snprintf(text, sizeof text, at, index_.x, index_.y, index_.z);
+    if (warp) {
+      describe(warp->lanes[__builtin_ctz(~warp->arrived)], who, sizeof who);
+      snprintf(text + used, sizeof text - used, "%s of line %d is reached by lanes 0x%08x of warp %u only; %s",
+               warp->instruction->name, warp->line, warp->arrived, warp->index, who);
+    } else if (barrier_arrived_) {
+      describe_other(State::AT_BLOCK_BARRIER, who, sizeof who);
+      const Fiber* waiting = fibers_;
+      while (waiting->state != State::AT_BLOCK_BARRIER) waiting++;
+      snprintf(text + used, sizeof text - used, "the block barrier of line %d is reached by %u of %u threads; %s",
+               waiting->line, barrier_arrived_, threads_, who);
+    } else {
+      describe_other(State::EXITED, who, sizeof who);
+      snprintf(text + used, sizeof text - used, "%s", who);
+    }
+    abandon(cudaErrorLaunchTimeout, text);
+  }
+
+  // ---- order ----
+
+  bool knows(const Fiber& fiber, uint32_t participant, uint32_t clock) const {
+    return told_to_all_[participant] >= clock || participant == fiber.thread ||
+           (fiber.known_epoch == epoch_ && fiber.known[participant] >= clock);
+  }
+
+  uint32_t known_of(const Fiber& fiber, uint32_t participant) const {
+    return fiber.known_epoch == epoch_ ? fiber.known[participant] : told_to_all_[participant];
+  }
+
+  // ---- shared memory ----
+
+  // The offset of an address, which must be aligned and lie within the block's memory with all its bytes.
+  uint32_t check_shared(const Fiber& fiber, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what,
+                        int line) {
+    if (address % alignment)
+      fault(fiber, cudaErrorMisalignedAddress, line, "%s at shared address 0x%x, which is not %u-byte aligned", what,
+            address, alignment);
+    const uint32_t offset = address - SHARED_BASE;
+    if (address < SHARED_BASE || offset > launch_.shared_bytes || launch_.shared_bytes - offset < bytes)
+      fault(fiber, cudaErrorIllegalAddress, line, "%s of %u bytes at shared offset %d of a block with %u bytes", what,
+            bytes, static_cast<int>(offset), launch_.shared_bytes);
+    return offset;
+  }
+
+  // Before a write of word i: all earlier reads and writes of other threads must be known to the writer.
+  void check_write_race(const Fiber& fiber, uint32_t i, const char* what, int line) {
+    const Word& word = words_[i];
+    if (word.writer != NEVER_WRITTEN && !knows(fiber, word.writer, word.clock)) {
+      const bool copy = word.writer >= threads_;
+      fault(fiber, cudaErrorLaunchFailure, line,
+            "race: %s writes shared offset %u, which %s %u wrote at line %u with no barrier between", what, 4 * i,
+            copy ? "a copy of mbarrier" : "thread", copy ? word.writer - threads_ : word.writer, word.line);
+    }
+    for (uint32_t warps = reader_warps_[i]; warps; warps &= warps - 1) {
+      const uint32_t w = static_cast<uint32_t>(__builtin_ctz(warps));
+      const uint32_t read = reads_[static_cast<size_t>(i) * warps_count_ + w], reader = w * WARP_SIZE + read % WARP_SIZE;
+      if (!knows(fiber, reader, read >> 5))
+        fault(fiber, cudaErrorLaunchFailure, line,
+              "race: %s writes shared offset %u, which thread %u read with no barrier between", what, 4 * i, reader);
+    }
+    reader_warps_[i] = 0;
+  }
+
+  // ---- mbarriers ----
+
+  void count_bytes(Mbarrier& mbarrier, int64_t bytes, int line) {
+    const int64_t total = mbarrier.bytes + bytes;
+    if (total > MAX_TRANSACTION_BYTES || total < -MAX_TRANSACTION_BYTES)
+      fault(*current_fiber, cudaErrorLaunchFailure, line,
+            "the mbarrier at shared offset %u would count %" PRId64 " bytes: 2^20 - 1 are the most",
+            mbarrier.address - SHARED_BASE, total);
+    mbarrier.bytes = static_cast<int32_t>(total);
+  }
+
+  void complete_phase_if_due(Mbarrier& mbarrier, int line) {
+    if (mbarrier.pending) return;
+    if (mbarrier.bytes < 0)
+      fault(*current_fiber, cudaErrorLaunchFailure, line,
+            "%d bytes more than expected arrive at the mbarrier at shared offset %u in phase %u", -mbarrier.bytes,
+            mbarrier.address - SHARED_BASE, mbarrier.phases);
+    if (mbarrier.bytes) return;
+    mbarrier.phases++;
+    mbarrier.pending = mbarrier.count;
+    memcpy(mbarrier.completed, mbarrier.released, participants_ * sizeof *mbarrier.released);
+    const uint32_t index = static_cast<uint32_t>(&mbarrier - mbarriers_);
+    for (uint32_t warps = mbarrier.waiting; warps; warps &= warps - 1) {
+      Warp& warp = warps_[__builtin_ctz(warps)];
+      for (uint32_t lane = 0; lane < warp.size; lane++) {
+        Fiber& fiber = warp.lanes[lane];
+        if (fiber.state != State::AT_MBARRIER || fiber.awaited_mbarrier != index) continue;
+        fiber.state = State::READY;
+        warp.ready |= 1u << lane;
+      }
+    }
+    mbarrier.waiting = 0;
+  }
+
+  void check_mbarriers_at_exit() {
+    for (uint32_t i = 0; i < mbarrier_count_; i++) {
+      const Mbarrier& mbarrier = mbarriers_[i];
+      char text[320];
+      if (mbarrier.bytes)
+        snprintf(text, sizeof text,
+                 "block (%u,%u,%u) exits while the mbarrier at shared offset %u misses %d bytes in phase %u", index_.x,
+                 index_.y, index_.z, mbarrier.address - SHARED_BASE, mbarrier.bytes, mbarrier.phases);
+      else if (mbarrier.waited < mbarrier.copies)
+        snprintf(text, sizeof text,
+                 "block (%u,%u,%u) exits with a copy in flight: nobody waited for phase %u of the mbarrier at shared "
+                 "offset %u",
+                 index_.x, index_.y, index_.z, mbarrier.copies - 1, mbarrier.address - SHARED_BASE);
+      else
+        continue;
+      launch_.fault(cudaErrorLaunchFailure, text);
+      return;
+    }
+  }
+
+  // ---- global memory ----
+
+  [[noreturn]] void fault_global(uintptr_t begin, uint64_t bytes, bool write, const char* what, int line) {
+    const Buffers& buffers = *launch_.buffers;
+    const Buffer* nearest = nullptr;
+    uint64_t nearest_distance = UINT64_MAX;
+    for (int i = 0; i < buffers.count; i++) {
+      const Buffer& buffer = buffers.entries[i];
+      const uint64_t distance = begin < buffer.begin ? buffer.begin - begin : begin < buffer.end ? 0 : begin - buffer.end;
+      if (distance >= nearest_distance) continue;
+      nearest = &buffer;
+      nearest_distance = distance;
+    }
+    const bool read_only = write && begin >= nearest->begin && begin + bytes <= nearest->end;
+    fault(*current_fiber, cudaErrorIllegalAddress, line,
+          "%s of %u bytes at global address %p: %s (offset %" PRId64 " of the nearest buffer, which has %" PRIu64 " bytes)",
+          what, static_cast<unsigned>(bytes), reinterpret_cast<void*>(begin),
+          read_only ? "the buffer is not to be written" : "outside all buffers",
+          static_cast<int64_t>(begin - nearest->begin), static_cast<uint64_t>(nearest->end - nearest->begin));
+  }
+
+  Launch& launch_;
+  const uint32_t threads_, warps_count_;
+  const uint32_t participants_;  // whose work is ordered: threads, then mbarriers
+  const size_t shared_words_;
+  Stacks stacks_;
+  Context scheduler_;
+
+  dim3 index_;
+  bool faulted_;
+  uint32_t alive_, barrier_arrived_, mbarrier_count_;
+  uint32_t epoch_;  // block barriers passed, plus 1
+  int last_buffer_ = 0;
+
+  Warp warps_[MAX_WARPS];
+  Mbarrier mbarriers_[MAX_MBARRIERS];
+  Fiber* const fibers_;
+  uint32_t* const known_;            // (threads, participants)
+  uint32_t* const told_to_all_;      // (participants): what the last block barrier told everybody
+  uint32_t* const clocks_;           // (threads)
+  uint32_t* const mbarrier_clocks_;  // (mbarriers, 2, participants)
+  uint8_t* const shared_;
+  Word* const words_;
+  // Reads since the last write of a word, for the race check: the warps, and for each of them clock << 5 | lane.
+  uint32_t* const reader_warps_;
+  uint32_t* const reads_;
+};
+
+}  // namespace bwdtune_host

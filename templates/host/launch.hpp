@@ -1,0 +1,186 @@
+// Kernel launches: the checks of the runtime, the blocks of a grid one after another or on a few OS threads, and the names of
+// kernels in diagnoses.
+#pragma once
+
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <elf.h>
+#include <fcntl.h>
+#include <link.h>
+#include <pthread.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "block.hpp"
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+struct cudaLaunchAttribute;
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+
+namespace bwdtune_host __attribute__((visibility("hidden"))) {
+
+// What a kernel may use of dynamic shared memory without being allowed more.
+constexpr long DEFAULT_SHARED_BYTES = 48 << 10;
+
+struct AllowedShared {
+  const void* kernel;
+  long bytes;
+};
+inline AllowedShared allowed_shared[16];
+inline pthread_mutex_t allowed_shared_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+// Sets what a kernel is allowed (bytes >= 0), and returns it.
+inline long allow_shared(const void* kernel, long bytes) {
+  pthread_mutex_lock(&allowed_shared_mutex);
+  long allowed = DEFAULT_SHARED_BYTES;
+  for (AllowedShared& entry : allowed_shared) {
+    if (entry.kernel && entry.kernel != kernel) continue;
+    if (bytes >= 0) entry = {kernel, bytes};
+    if (entry.kernel) allowed = entry.bytes;
+    break;
+  }
+  pthread_mutex_unlock(&allowed_shared_mutex);
+  return allowed;
+}
+
+// The kernel's name from its library's symbol table, which also has the names of an anonymous namespace.
+inline void name_kernel(const void* kernel, char* name, size_t bytes) {
+  snprintf(name, bytes, "kernel %p", kernel);
+#if defined(__linux__)
+  Dl_info library;
+  struct stat status;
+  if (!dladdr(kernel, &library)) return;
+  const int file = open(library.dli_fname, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return;
+  void* mapped = fstat(file, &status) ? MAP_FAILED : mmap(nullptr, status.st_size, PROT_READ, MAP_PRIVATE, file, 0);
+  close(file);
+  if (mapped == MAP_FAILED) return;
+  const char* image = static_cast<const char*>(mapped);
+  const auto* header = static_cast<const ElfW(Ehdr)*>(mapped);
+  const auto* sections = reinterpret_cast<const ElfW(Shdr)*>(image + header->e_shoff);
+  const uintptr_t value = reinterpret_cast<uintptr_t>(kernel) - reinterpret_cast<uintptr_t>(library.dli_fbase);
+  for (int s = 0; s < header->e_shnum; s++) {
+    if (sections[s].sh_type != SHT_SYMTAB) continue;
+    const auto* symbols = reinterpret_cast<const ElfW(Sym)*>(image + sections[s].sh_offset);
+    const char* names = image + sections[sections[s].sh_link].sh_offset;
+    for (size_t i = 0; i < sections[s].sh_size / sizeof *symbols; i++) {
+      if (symbols[i].st_value != value || (symbols[i].st_info & 15) != STT_FUNC) continue;
+      const char* symbol = names + symbols[i].st_name;
+      int failed;
+      char* demangled = abi::__cxa_demangle(symbol, nullptr, nullptr, &failed);
+      const char* text = demangled ? demangled : symbol;
+      if (const char* scope = strstr(text, ")::")) text = scope + 3;  // (anonymous namespace)::
+      snprintf(name, bytes, "%.*s", static_cast<int>(strcspn(text, "(")), text);
+      free(demangled);
+    }
+  }
+  munmap(mapped, status.st_size);
+#endif
+}
+
+inline void* run_blocks(void* argument) {
+  Launch& launch = *static_cast<Launch*>(argument);
+  Block* block = new Block(launch);
+  const uint64_t blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
+  if (!block->allocated()) launch.fault(cudaErrorMemoryAllocation, "out of memory for the threads of a block");
+  while (!__atomic_load_n(&launch.faulted, __ATOMIC_ACQUIRE)) {
+    const uint64_t number = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_RELAXED);
+    if (number >= blocks) break;
+    block->run(number);
+  }
+  delete block;
+  return nullptr;
+}
+
+inline cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, void (*invoke)(const void*),
+                          const void* call) {
+  char name[128];
+  const dim3 &grid = config.gridDim, &block = config.blockDim;
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (!threads || threads > 1024 || block.x > 1024 || block.y > 1024 || block.z > 64) {
+    name_kernel(kernel, name, sizeof name);
+    return refuse(cudaErrorInvalidConfiguration, "%s: a block of (%u,%u,%u) threads: 1 to 1024 are possible", name, block.x,
+                  block.y, block.z);
+  }
+  if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
+    name_kernel(kernel, name, sizeof name);
+    return refuse(cudaErrorInvalidConfiguration, "%s: a grid of (%u,%u,%u) blocks: at most (2^31 - 1, 65535, 65535)", name,
+                  grid.x, grid.y, grid.z);
+  }
+  const long allowed = allow_shared(kernel, -1);
+  if (config.dynamicSmemBytes > static_cast<size_t>(allowed)) {
+    name_kernel(kernel, name, sizeof name);
+    return refuse(cudaErrorInvalidValue, "%s: %zu bytes of dynamic shared memory: the kernel is allowed %ld", name,
+                  config.dynamicSmemBytes, allowed);
+  }
+  Launch state = {};
+  state.kernel = kernel;
+  state.grid = grid;
+  state.block = block;
+  state.threads = static_cast<uint32_t>(threads);
+  state.shared_bytes = static_cast<uint32_t>(config.dynamicSmemBytes);
+  state.race_check = setting("BWDTUNE_HOST_RACECHECK", 0) != 0;
+  state.invoke = invoke;
+  state.call = call;
+  state.buffers = &registered_buffers;
+
+  // The launching thread works too; a helper that cannot be started is done without.
+  constexpr long MAX_HELPERS = 63;
+  pthread_t helpers[MAX_HELPERS];
+  int started = 0;
+  const long workers = setting("BWDTUNE_HOST_THREADS", 1);
+  for (long i = 1; i < workers && i <= MAX_HELPERS; i++)
+    if (pthread_create(&helpers[started], nullptr, run_blocks, &state) == 0) started++;
+  run_blocks(&state);
+  for (int i = 0; i < started; i++) pthread_join(helpers[i], nullptr);
+
+  if (!state.faulted) return cudaSuccess;
+  name_kernel(kernel, name, sizeof name);
+  return refuse(state.code, "%s, %s", name, state.text);
+}
+
+}  // namespace bwdtune_host
+
+template <class Function>
+cudaError_t cudaFuncSetAttribute(Function* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize)
+    return bwdtune_host::refuse(cudaErrorInvalidValue, "function attribute %d: the host target has none such", attribute);
+  const long limit = bwdtune_host::shared_memory_limit();
+  if (value < 0 || value > limit)
+    return bwdtune_host::refuse(cudaErrorInvalidValue, "%d bytes of shared memory a block: the card has %ld", value, limit);
+  bwdtune_host::allow_shared(reinterpret_cast<const void*>(kernel), value);
+  return cudaSuccess;
+}
+
+// Runs the whole grid before it returns: a fault is this launch's error.
+template <class... Parameters, class... Values>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), const Values&... values) {
+  const auto call = [&] { kernel(values...); };
+  return bwdtune_host::launch(
+      *config, reinterpret_cast<const void*>(kernel),
+      [](const void* opaque) { (*static_cast<decltype(&call)>(opaque))(); }, &call);
+}
+
+// ---- for the loader of the library ----
+
+extern "C" {
+
+// Tells the kernels launched from this OS thread of memory that they may read, or also write. With at least one such buffer
+// registered, every other global address is a fault. 0, or -1 where there is no more room.
+__attribute__((visibility("default"))) int bwdtune_host_register(void* base, int64_t bytes, int writable) {
+  bwdtune_host::Buffers& buffers = bwdtune_host::registered_buffers;
+  if (bytes < 0 || buffers.count == bwdtune_host::Buffers::CAPACITY) return -1;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(base);
+  buffers.entries[buffers.count++] = {begin, begin + static_cast<uintptr_t>(bytes), writable != 0};
+  return 0;
+}
+
+__attribute__((visibility("default"))) void bwdtune_host_clear(void) { bwdtune_host::registered_buffers.count = 0; }
+
+}  // extern "C"

@@ -1,0 +1,383 @@
+// The functions of ptx.cuh in plain C++, with the semantics of the PTX ISA, for one CPU thread a block. A `line` that a caller
+// does not pass is the caller's own: it is where diagnoses point to.
+#pragma once
+
+#include "launch.hpp"
+
+// A kernel's parameter holds 64-byte aligned tensor maps; how GCC 4.5 passed those concerns nobody.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+namespace bwdtune_host __attribute__((visibility("hidden"))) {
+
+// threadIdx.x and its like: read where they are used, as the thread changes under them.
+template <unsigned (*READ)()>
+struct Special {
+  operator unsigned() const { return READ(); }
+};
+inline unsigned thread_x() { return current_fiber->thread_index.x; }
+inline unsigned thread_y() { return current_fiber->thread_index.y; }
+inline unsigned thread_z() { return current_fiber->thread_index.z; }
+inline unsigned block_x() { return current_fiber->block->index().x; }
+inline unsigned block_y() { return current_fiber->block->index().y; }
+inline unsigned block_z() { return current_fiber->block->index().z; }
+inline unsigned block_size_x() { return current_fiber->block->launch().block.x; }
+inline unsigned block_size_y() { return current_fiber->block->launch().block.y; }
+inline unsigned block_size_z() { return current_fiber->block->launch().block.z; }
+inline unsigned grid_x() { return current_fiber->block->launch().grid.x; }
+inline unsigned grid_y() { return current_fiber->block->launch().grid.y; }
+inline unsigned grid_z() { return current_fiber->block->launch().grid.z; }
+
+template <unsigned (*X)(), unsigned (*Y)(), unsigned (*Z)()>
+struct Special3 {
+  Special<X> x;
+  Special<Y> y;
+  Special<Z> z;
+};
+
+}  // namespace bwdtune_host
+
+constexpr bwdtune_host::Special3<bwdtune_host::thread_x, bwdtune_host::thread_y, bwdtune_host::thread_z> threadIdx;
+constexpr bwdtune_host::Special3<bwdtune_host::block_x, bwdtune_host::block_y, bwdtune_host::block_z> blockIdx;
+constexpr bwdtune_host::Special3<bwdtune_host::block_size_x, bwdtune_host::block_size_y, bwdtune_host::block_size_z>
+    blockDim;
+constexpr bwdtune_host::Special3<bwdtune_host::grid_x, bwdtune_host::grid_y, bwdtune_host::grid_z> gridDim;
+
+namespace ptx __attribute__((visibility("hidden"))) {
+
+using bwdtune_host::Block;
+using bwdtune_host::current_fiber;
+using bwdtune_host::Fiber;
+using bwdtune_host::Warp;
+using bwdtune_host::WARP_SIZE;
+using bwdtune_host::WarpInstruction;
+
+inline Block& block() { return *current_fiber->block; }
+
+inline uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+// ---- element types: 16 bits in memory, packed in pairs in registers ----
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+constexpr uint32_t CANONICAL_NAN = 0x7fff;  // of both types, as cvt gives it
+
+template <class Element>
+uint32_t round_to(float value);
+
+template <>
+inline uint32_t round_to<bf16>(float value) {
+  const uint32_t bits = bits_of(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return CANONICAL_NAN;
+  return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+
+template <>
+inline uint32_t round_to<fp16>(float value) {
+  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return CANONICAL_NAN;
+  if (magnitude >= 0x47800000u) return sign | 0x7c00u;  // 2^16 and up
+  if (magnitude >= 0x38800000u)                         // 2^-14 and up: normal; a carry out of the mantissa is right, up to infinity
+    return sign | (((magnitude + 0xfffu + (magnitude >> 13 & 1)) >> 13) - (112u << 10));
+  // The subnormals' spacing 2^-24 is that of floats from 0.5 to 1: the addition rounds.
+  return sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f));
+}
+
+template <class Element>
+float widen(uint32_t bits);
+
+template <>
+inline float widen<bf16>(uint32_t bits) {
+  return float_of(bits << 16);
+}
+
+template <>
+inline float widen<fp16>(uint32_t bits) {
+  const uint32_t sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
+  if (magnitude >= 0x0f800000u) return float_of(sign | 0x7f800000u | magnitude);
+  return float_of(sign | bits_of(float_of(magnitude) * 0x1p112f));  // from the exponent's bias 15 to 127
+}
+
+template <class Element>
+uint32_t pack(float low, float high) {
+  return round_to<Element>(low) | round_to<Element>(high) << 16;
+}
+
+template <class Element>
+float2 unpack(uint32_t packed) {
+  return make_float2(widen<Element>(packed & 0xffffu), widen<Element>(packed >> 16));
+}
+
+// Of the result and of x, subnormals are zero.
+inline float exp2_approx(float x) {
+  const float y = exp2f(fabsf(x) < 0x1p-126f ? 0.0f : x);
+  return y < 0x1p-126f ? 0.0f : y;
+}
+
+// ---- threads ----
+
+inline void sync_threads(int line = __builtin_LINE()) { block().sync_threads(line); }
+
+template <class Operands>
+Operands& operands_of(Warp& warp, uint32_t lane) {
+  return *static_cast<Operands*>(warp.lanes[lane].operands);
+}
+
+inline void execute_elect(Warp& warp) {
+  for (uint32_t lane = 0; lane < WARP_SIZE; lane++) operands_of<bool>(warp, lane) = lane == 0;
+}
+constexpr WarpInstruction ELECT = {"elect.sync", execute_elect};
+
+inline bool elect_one(int line = __builtin_LINE()) {
+  bool elected;
+  block().execute_in_warp(ELECT, &elected, line);
+  return elected;
+}
+
+struct ShuffleOperands {
+  float value;
+  uint32_t lane_mask;
+  float result;
+};
+
+inline void execute_shuffle_xor(Warp& warp) {
+  for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
+    ShuffleOperands& operands = operands_of<ShuffleOperands>(warp, lane);
+    const uint32_t source = lane ^ (operands.lane_mask % WARP_SIZE);
+    operands.result = operands_of<ShuffleOperands>(warp, source).value;
+  }
+}
+constexpr WarpInstruction SHUFFLE_XOR = {"shfl.sync.bfly", execute_shuffle_xor};
+
+inline float shuffle_xor(float value, int lane_mask, int line = __builtin_LINE()) {
+  ShuffleOperands operands = {value, static_cast<uint32_t>(lane_mask), 0.0f};
+  block().execute_in_warp(SHUFFLE_XOR, &operands, line);
+  return operands.result;
+}
+
+// ---- shared memory ----
+
+inline uint32_t shared_memory_base() { return bwdtune_host::SHARED_BASE; }
+
+inline void store_shared(uint32_t address, uint32_t value, int line = __builtin_LINE()) {
+  memcpy(block().write_shared(*current_fiber, address, sizeof value, sizeof value, "st.shared", line), &value, sizeof value);
+}
+
+// ---- global memory ----
+
+template <class T>
+T load_global(const T* pointer, int line = __builtin_LINE()) {
+  block().check_global(pointer, sizeof(T), sizeof(T), false, "ld.global", line);
+  return *pointer;
+}
+
+template <class T>
+void store_global(T* pointer, T value, int line = __builtin_LINE()) {
+  block().check_global(pointer, sizeof(T), sizeof(T), true, "st.global", line);
+  *pointer = value;
+}
+
+// Subnormals, of the operands and of the sum, are zeros of their sign: so adds in global memory on a card.
+inline float flush(float value) { return fabsf(value) < 0x1p-126f ? copysignf(0.0f, value) : value; }
+
+inline void atomic_add(float* pointer, float value) {
+  uint32_t* word = reinterpret_cast<uint32_t*>(pointer);
+  uint32_t old = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(word, &old, bits_of(flush(flush(float_of(old)) + flush(value))), true,
+                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+inline void reduce_add_global(float* pointer, float value, int line = __builtin_LINE()) {
+  block().check_global(pointer, 4, 4, true, "red.global.add.f32", line);
+  atomic_add(pointer, value);
+}
+
+inline void reduce_add_global(float* pointer, float2 value, int line = __builtin_LINE()) {
+  block().check_global(pointer, 8, 8, true, "red.global.add.v2.f32", line);
+  atomic_add(pointer, value.x);
+  atomic_add(pointer + 1, value.y);
+}
+
+inline void reduce_add_global(float* pointer, float4 value, int line = __builtin_LINE()) {
+  block().check_global(pointer, 16, 16, true, "red.global.add.v4.f32", line);
+  atomic_add(pointer, value.x);
+  atomic_add(pointer + 1, value.y);
+  atomic_add(pointer + 2, value.z);
+  atomic_add(pointer + 3, value.w);
+}
+
+// ---- mbarrier and TMA ----
+
+inline void mbarrier_init(uint32_t barrier, uint32_t arrivals, int line = __builtin_LINE()) {
+  block().mbarrier_init(barrier, arrivals, line);
+}
+
+inline void mbarrier_fence_init() { block().mbarrier_fence_init(); }
+
+inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes, int line = __builtin_LINE()) {
+  block().mbarrier_arrive_expect_tx(barrier, bytes, line);
+}
+
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity, int line = __builtin_LINE()) {
+  block().mbarrier_wait(barrier, parity, line);
+}
+
+inline const bwdtune_host::TensorMap& tensor_map_of(const CUtensorMap* map, int line) {
+  const auto& decoded = *reinterpret_cast<const bwdtune_host::TensorMap*>(map);
+  if (reinterpret_cast<uintptr_t>(map) % 64)
+    block().fault(*current_fiber, cudaErrorMisalignedAddress, line, "the tensor map at %p is not 64-byte aligned", map);
+  if (decoded.magic != bwdtune_host::TENSOR_MAP_MAGIC)
+    block().fault(*current_fiber, cudaErrorLaunchFailure, line, "there is no encoded tensor map at %p", map);
+  return decoded;
+}
+
+inline void prefetch_tensor_map(const CUtensorMap* map, int line = __builtin_LINE()) { tensor_map_of(map, line); }
+
+// One row of a box: `columns` elements from `row` on into `to`, whose shared address is `address`. Elements before the first
+// or past the last column, and all of a row that lies outside (null), are zero. The swizzle permutes 16-byte chunks: the
+// address' bits 4 and up are xored with as many of its bits 7 and up.
+inline void copy_box_row(const bwdtune_host::TensorMap& map, uint8_t* to, uint32_t address, const uint8_t* row, int64_t c0,
+                         int line) {
+  uint8_t bytes[256 * 4] = {};
+  const int64_t size = static_cast<int64_t>(map.size[0]), first = c0 < 0 ? -c0 : 0;
+  const int64_t last = c0 + map.box[0] > size ? size - c0 : map.box[0];
+  if (row && first < last) {
+    const uint8_t* source = row + (c0 + first) * map.element_bytes;
+    const uint64_t count = static_cast<uint64_t>(last - first) * map.element_bytes;
+    block().check_global(source, count, 1, false, "cp.async.bulk.tensor", line);
+    memcpy(bytes + first * map.element_bytes, source, count);
+  }
+  const uint32_t mask = map.swizzle_bytes ? map.swizzle_bytes / 16u - 1 : 0;
+  for (uint32_t at = 0; at < map.box[0] * map.element_bytes; at += 16) {
+    const uint32_t swizzled = (address + at) ^ ((address + at) >> 7 & mask) << 4;
+    memcpy(to + static_cast<int32_t>(swizzled - address), bytes + at, 16);
+  }
+}
+
+inline void tma_load_4d(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t barrier,
+                        int line = __builtin_LINE()) {
+  const Fiber& fiber = *current_fiber;
+  const bwdtune_host::TensorMap& tensor = tensor_map_of(map, line);
+  if (tensor.rank != 4)
+    block().fault(fiber, cudaErrorLaunchFailure, line, "a 4-D copy with a tensor map of rank %u", tensor.rank);
+  const uint32_t pitch = tensor.box[0] * tensor.element_bytes;
+  if (tensor.swizzle_bytes && pitch != tensor.swizzle_bytes)
+    block().fault(fiber, cudaErrorLaunchFailure, line,
+                  "box rows of %u bytes with a swizzle of %u: the host target takes them equal", pitch,
+                  tensor.swizzle_bytes);
+  bwdtune_host::Mbarrier& mbarrier = block().mbarrier_at(barrier, "cp.async.bulk.tensor", line);
+  if (!mbarrier.fenced)
+    block().fault(fiber, cudaErrorLaunchFailure, line,
+                  "cp.async.bulk.tensor completes on an mbarrier whose initialiser has not called mbarrier_fence_init");
+  const uint32_t bytes = pitch * tensor.box[1] * tensor.box[2] * tensor.box[3];
+  // A swizzle's pattern repeats every 8 of its rows; a destination inside of it would shift the data against the reader's.
+  const uint32_t alignment = tensor.swizzle_bytes > 16 ? 8u * tensor.swizzle_bytes : 128u;
+  uint8_t* to = block().write_shared(fiber, destination, bytes, alignment, "cp.async.bulk.tensor", line, &mbarrier);
+  const int64_t start[3] = {c1, c2, c3};
+  uint32_t done = 0;
+  for (int64_t i3 = 0; i3 < tensor.box[3]; i3++)
+    for (int64_t i2 = 0; i2 < tensor.box[2]; i2++)
+      for (int64_t i1 = 0; i1 < tensor.box[1]; i1++, done += pitch) {
+        const int64_t at[3] = {start[0] + i1, start[1] + i2, start[2] + i3};
+        const uint8_t* row = tensor.base;
+        for (int d = 0; d < 3; d++) {
+          const bool inside = at[d] >= 0 && static_cast<uint64_t>(at[d]) < tensor.size[d + 1];
+          row = row && inside ? row + static_cast<uint64_t>(at[d]) * tensor.stride[d] : nullptr;
+        }
+        copy_box_row(tensor, to + done, destination + done, row, c0, line);
+      }
+  block().mbarrier_complete_tx(mbarrier, bytes, line);
+}
+
+// ---- tensor cores ----
+
+struct LdmatrixOperands {
+  uint32_t* fragment;
+  uint32_t address;
+  int line;
+};
+
+// Matrix m has its rows at the addresses of lanes 8m to 8m + 7. Lane l receives two elements of each matrix: row l / 4,
+// columns 2 (l % 4) and the next; transposed, row and column change places.
+template <bool TRANSPOSED>
+void execute_ldmatrix(Warp& warp) {
+  Block& block = *warp.lanes[0].block;
+  for (uint32_t matrix = 0; matrix < 4; matrix++) {
+    uint16_t rows[8][8];
+    for (uint32_t row = 0; row < 8; row++) {
+      const Fiber& fiber = warp.lanes[8 * matrix + row];
+      const LdmatrixOperands& operands = operands_of<LdmatrixOperands>(warp, fiber.lane);
+      memcpy(rows[row], block.read_shared(fiber, operands.address, 16, "ldmatrix", operands.line), 16);
+    }
+    for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
+      const uint32_t major = lane / 4, minor = lane % 4 * 2;
+      const uint32_t low = TRANSPOSED ? rows[minor][major] : rows[major][minor];
+      const uint32_t high = TRANSPOSED ? rows[minor + 1][major] : rows[major][minor + 1];
+      operands_of<LdmatrixOperands>(warp, lane).fragment[matrix] = low | high << 16;
+    }
+  }
+}
+constexpr WarpInstruction LDMATRIX = {"ldmatrix.x4", execute_ldmatrix<false>};
+constexpr WarpInstruction LDMATRIX_TRANS = {"ldmatrix.x4.trans", execute_ldmatrix<true>};
+
+inline void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address, int line = __builtin_LINE()) {
+  LdmatrixOperands operands = {fragment, address, line};
+  block().execute_in_warp(LDMATRIX, &operands, line);
+}
+
+inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address, int line = __builtin_LINE()) {
+  LdmatrixOperands operands = {fragment, address, line};
+  block().execute_in_warp(LDMATRIX_TRANS, &operands, line);
+}
+
+struct MmaOperands {
+  float* accumulator;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+// With g = lane / 4 and t = 2 (lane % 4), a lane holds of A the pairs (g, t), (g + 8, t), (g, t + 8), (g + 8, t + 8); of B
+// the pairs (t, g) and (t + 8, g), along k; of the accumulator (g, t) and (g + 8, t).
+template <class Element>
+void execute_mma(Warp& warp) {
+  typedef float Row __attribute__((vector_size(32)));  // 8 columns
+  float a[16][16];
+  Row b[16], accumulator[16];
+  for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
+    const MmaOperands& operands = operands_of<MmaOperands>(warp, lane);
+    const uint32_t g = lane / 4, t = lane % 4 * 2;
+    for (uint32_t i = 0; i < 4; i++) {
+      const float2 pair = unpack<Element>(operands.a[i]);
+      a[g + i % 2 * 8][t + i / 2 * 8] = pair.x;
+      a[g + i % 2 * 8][t + i / 2 * 8 + 1] = pair.y;
+      accumulator[g + i / 2 * 8][t + i % 2] = operands.accumulator[i];
+    }
+    for (uint32_t i = 0; i < 2; i++) {
+      const float2 pair = unpack<Element>(operands.b[i]);
+      b[t + i * 8][g] = pair.x;
+      b[t + i * 8 + 1][g] = pair.y;
+    }
+  }
+  for (uint32_t m = 0; m < 16; m++)
+    for (uint32_t k = 0; k < 16; k++) accumulator[m] += a[m][k] * b[k];
+  for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
+    const MmaOperands& operands = operands_of<MmaOperands>(warp, lane);
+    for (uint32_t i = 0; i < 4; i++) operands.accumulator[i] = accumulator[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+  }
+}
+template <class Element>
+constexpr WarpInstruction MMA = {"mma.m16n8k16", execute_mma<Element>};
+
+template <class Element>
+void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line = __builtin_LINE()) {
+  MmaOperands operands = {accumulator, a, {b0, b1}};
+  block().execute_in_warp(MMA<Element>, &operands, line);
+}
+
+}  // namespace ptx

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..db.store import Winner
+from ..db.records import Winner
 from ..gen.config import Config, preset_name
 from ..gen.device import HOST_ARCH, device_for_arch
 from ..gen.errors import BwdtuneError, UsageError
@@ -87,14 +87,14 @@ def export_winner(winner: Winner, directory: Path) -> Export:
             f"the templates have changed since {winner.config.id} won (source {winner.source_hash}, now {source.hash}): "
             "run tuner search again, or export what they give now, unmeasured, with --config"
         )
-    environment_, measured = winner.environment, winner.created_at
+    where = winner.environment
     measurement = {
         "shape": winner.problem.shape,
-        "gpu": environment_.gpu.name,
-        "compute_capability": environment_.gpu.capability,
-        "driver": environment_.driver,
-        "nvcc": environment_.toolkit,
-        "torch": environment_.torch,
+        "gpu": where.gpu.name,
+        "compute_capability": where.gpu.capability,
+        "driver": where.driver,
+        "nvcc": where.toolkit,
+        "torch": where.torch,
         "limits": winner.limits,
         "median_ms": winner.median_ms,
         "low_ms": winner.low_ms,
@@ -102,9 +102,9 @@ def export_winner(winner: Winner, directory: Path) -> Export:
         "tflops": winner.problem.flops / winner.median_ms / 1e9,
         "max_error": winner.max_error,
         "policy": winner.policy,
-        "measured": measured.isoformat() if hasattr(measured, "isoformat") else measured,
+        "measured": f"{winner.created_at.isoformat(timespec='seconds')} UTC",
     }
-    return _write(winner.problem, source, environment_.arch, measurement, directory)
+    return _write(winner.problem, source, where.arch, measurement, directory)
 
 
 def export_config(problem: Problem, config: Config, arch: str, directory: Path) -> Export:

@@ -180,8 +180,8 @@ _ERROR_LINE = re.compile(
 _HINTS = (
     (r"No space left on device", "no space left: free some, or move the cache (BWDTUNE_CACHE) or TMPDIR"),
     (r"unsupported GNU version", "this g++ is newer than nvcc takes: install an older one and set NVCC_CCBIN to it"),
-    (r"fatal error: \S+: No such file|cannot open source", "a header is missing: the CUDA toolkit is not complete"),
-    (r"cannot find -lcuda", "a library is missing: the CUDA toolkit is not complete"),
+    (r"fatal error: \S+: No such file|cannot open source", "a header is missing: the toolkit is not complete"),
+    (r"cannot find -lcuda", "a library is missing: the toolkit is not complete"),
     (r"(gcc|g\+\+|cc1plus): .*not found|Failed to preprocess host compiler", "install g++: nvcc needs it"),
 )
 """Failures of the machine, not of the source."""

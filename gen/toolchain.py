@@ -1,6 +1,6 @@
 """Finds the compilers: nvcc (CUDA_HOME, PATH, the pip wheels), and g++ or clang++ for kernels as plain C++.
 
-As a script (``python -m bwdtune.gen.toolchain``) it says which nvcc is used, and ends with status 1 where there is none:
+As a script (``python -m bwdtune.gen.toolchain``) it says which nvcc is used, and ends with status 1 where there is none,
 so the set-up knows whether the nvcc wheels are needed.
 """
 
@@ -22,7 +22,10 @@ from .device import HOST_ARCH
 from .errors import BwdtuneError
 
 OLDEST_RELEASE = (12, 8)  # the first that knows sm_120
-INSTALL_HINT = 'install a CUDA toolkit (12.8 or newer) and set CUDA_HOME, or run: pip install "bwdtune[nvcc]"'
+INSTALL_HINT = (
+    "install a CUDA toolkit (12.8 or newer) and set CUDA_HOME, "
+    'or run: pip install "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]==13.0.*"'
+)
 
 _HOST_HEADERS = Path(__file__).resolve().parent.parent / "templates" / "host"
 _QUERY_TIMEOUT_S = 60
@@ -137,6 +140,8 @@ def find_compiler(arch: str) -> Compiler:
     """
     compiler = find_host_compiler() if arch == HOST_ARCH else find_nvcc()
     compiler.check_arch(arch)
+    if arch != HOST_ARCH and not os.environ.get("NVCC_CCBIN") and not shutil.which("g++"):
+        raise ToolchainError("nvcc needs a C++ compiler, and g++ is not on PATH: install it, or name one in NVCC_CCBIN")
     return compiler
 
 

@@ -1,0 +1,30 @@
+"""What holds for all tests: GPU tests are skipped without a GPU, and nothing of the user's is read or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch  # only here: most runs of a few tests need no torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests of a run, so that each kernel is compiled once."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def _own_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, _kernel_cache: Path) -> None:
+    monkeypatch.setenv("BWDTUNE_CACHE", str(_kernel_cache))
+    monkeypatch.setenv("BWDTUNE_DB", str(tmp_path / "bwdtune.sqlite"))

@@ -84,8 +84,8 @@ def export_winner(winner: Winner, directory: Path) -> Export:
     source = render(winner.problem, winner.config)
     if source.hash != winner.source_hash:
         raise ExportError(
-            f"the templates have changed since {winner.config.id} won (source {winner.source_hash}, now {source.hash}): "
-            "run tuner search again, or export what they give now, unmeasured, with --config"
+            f"the templates have changed since {winner.config.id} won (its source was {winner.source_hash}, "
+            f"and is {source.hash}): run tuner search again, or export what they give now, unmeasured, with --config"
         )
     where = winner.environment
     measurement = {
@@ -152,9 +152,7 @@ def _write(
     return Export(directory, (*files, MANIFEST), source.config.id, arch, source.hash, measurement)
 
 
-def _contents(
-    problem: Problem, source: Source, arch: str, measurement: Mapping[str, Any] | None
-) -> dict[str, bytes]:
+def _contents(problem: Problem, source: Source, arch: str, measurement: Mapping[str, Any] | None) -> dict[str, bytes]:
     """The files by name. A pure function of its arguments and the templates: no time, no machine."""
     gencode = f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}"
     names = {

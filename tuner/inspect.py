@@ -80,7 +80,8 @@ class Inspection:
 
         name = preset_name(self.config) or self.config.id
         mask = "causal" if self.problem.causal else "full"
-        table = Table(title=f"{name}, {self.problem.dtype}, head_dim {self.problem.head_dim}, {mask}, {self.device.arch}")
+        kind = f"{self.problem.dtype}, head_dim {self.problem.head_dim}, {mask}"
+        table = Table(title=f"{name}, {kind}, {self.device.arch}")
         table.add_column("main kernel")
         table.add_column("compiled", justify="right")
         table.add_column("estimated", justify="right")
@@ -175,7 +176,7 @@ def sass(library: Path) -> str:
     """
     program = cuobjdump()
     if program is None:
-        raise BwdtuneError("--sass needs cuobjdump, which is not in the CUDA toolkit found or on PATH: install the full toolkit")
+        raise BwdtuneError("cuobjdump is neither beside nvcc nor on PATH: install the full CUDA toolkit for --sass")
     result = subprocess.run([program, "-sass", library], capture_output=True, text=True, check=False)
     if result.returncode:
         message = next(iter(result.stderr.strip().splitlines()), f"exit status {result.returncode}")

@@ -288,8 +288,8 @@ def parse_raw_csv(text: str) -> list[Launch]:
     names, *rows = (row for row in csv.reader(lines[start:]) if len(row) > 1)
     if not rows or _DURATION not in names:
         raise ProfileError(f"ncu's table has no {_DURATION}: {_complaint(text)}")
-    units = dict(zip(names, rows[0]))
-    return [_launch(dict(zip(names, row)), units) for row in rows[1:]]
+    units = dict(zip(names, rows[0], strict=False))
+    return [_launch(dict(zip(names, row, strict=False)), units) for row in rows[1:]]
 
 
 def _launch(row: Mapping[str, str], units: Mapping[str, str]) -> Launch:
@@ -324,7 +324,7 @@ def _collect(ncu: Path, target: Sequence[str]) -> tuple[list[Launch], dict[str, 
             *("--csv", "--page", "raw", "--print-units", "base"),
         ]
         log = _run(command, target)
-        unknown = {name for name in re.findall(r"Failed to find metric \W*(?:regex:\W*)?(\w+)", log)}
+        unknown = set(re.findall(r"Failed to find metric \W*(?:regex:\W*)?(\w+)", log))
         refused = [name for name, counter in counters.items() if counter.partition(".")[0] in unknown]
         if not refused:
             return parse_raw_csv(log), counters, [*command, *target]

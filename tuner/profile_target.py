@@ -1,4 +1,4 @@
-"""The program that ncu runs for ``tuner profile``: one backward between the profiler's start and stop.
+"""The program that ncu runs for ``tuner profile``: one backward between the profiler's start and its stop.
 
     python -m bwdtune.tuner.profile_target LIBRARY PROBLEM
 
@@ -14,4 +14,33 @@ from pathlib import Path
 import torch
 
 from ..gen.problem import Problem
-from ..runtime.kernel import Kernel, backward
+from ..runtime.kernel import Kernel
+from .verify import Case, make_inputs
+
+
+def main(library: str, problem_json: str) -> None:
+    """Launches the kernel twice on the first GPU; the second time is the profiler's."""
+    problem = Problem(**json.loads(problem_json))
+    inputs = make_inputs(Case(problem, "normal"), torch.device("cuda"))
+    launch = Kernel.load(Path(library)).prepare(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.forward.output,
+        inputs.dout,
+        inputs.forward.lse,
+        torch.empty_like(inputs.q),
+        torch.empty_like(inputs.k),
+        torch.empty_like(inputs.v),
+        scale=problem.softmax_scale,
+    )
+    launch()  # loads the module, which is not the kernel's time
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    launch()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..gen.device import HOST_ARCH, RTX_5090, Device, device_for_arch
 from ..gen.errors import UsageError
 from ..gen.problem import Problem
+from ..runtime.gpu import NoGpuError, current_device
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,8 +118,6 @@ def target_device(arch: str | None) -> Device:
     """
     if arch is not None:
         return device_for_arch(arch)
-    from ..runtime.gpu import NoGpuError, current_device  # PyTorch asks the driver: seconds, only where they are needed
-
     try:
         return current_device()
     except NoGpuError:

@@ -71,8 +71,8 @@ def test_the_same_export_has_the_same_bytes(tmp_path, winner):
 def test_readme_tells_configuration_provenance_and_build_line(tmp_path, winner):
     export_winner(winner, tmp_path)
     readme = (tmp_path / "README.md").read_text()
-    facts = ("`v3`", "| block_q | 32 |", "NVIDIA H200", "580.65.06", "13.0.88", "7.1", "0.0026", "2026-09-01T12:30:00 UTC")
-    for fact in facts:
+    measured = ("NVIDIA H200", "580.65.06", "13.0.88", "7.1", "0.0026", "2026-09-01T12:30:00 UTC")
+    for fact in ("`v3`", "| block_q | 32 |", *measured):
         assert fact in readme
     assert "nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o example example.cu" in readme
     assert "exactly as it was timed" in readme
@@ -82,11 +82,12 @@ def test_readme_tells_configuration_provenance_and_build_line(tmp_path, winner):
 def test_what_was_not_measured_says_so(tmp_path):
     assert export_config(CAUSAL, PRESETS["v2"], "sm_120a", tmp_path).measurement is None
     readme = (tmp_path / "README.md").read_text()
-    assert "Not measured" in readme and "timed" not in readme
+    assert "Not measured" in readme
+    assert "timed" not in readme
 
 
 def test_a_winner_of_other_templates_is_refused(tmp_path, winner):
-    with pytest.raises(ExportError, match="templates have changed.*tuner search") as caught:
+    with pytest.raises(ExportError, match=r"templates have changed.*tuner search") as caught:
         export_winner(replace(winner, source_hash="0" * 16), tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -146,7 +147,7 @@ def test_a_manifest_that_is_not_ours_protects_the_directory(tmp_path, manifest):
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ExportError, match="cannot write to .*file") as caught:
+        with pytest.raises(ExportError, match=r"cannot write to .*file") as caught:
             export_config(CAUSAL, PRESETS["v3"], "sm_120a", directory)
         assert "\n" not in str(caught.value)
 
@@ -195,7 +196,7 @@ def example_on_host(tmp_path):
             pytest.skip(str(error))
         directory = tmp_path / "export"
         export_config(problem, config, "sm_90a", directory)
-        library = build_one(kernel or render(problem, config), "host", cache=tmp_path / "cache").library
+        library = build_one(kernel or render(problem, config), "host").library
         assert library is not None
         program = tmp_path / "example"
         command = [*compiler.program, "-std=c++17", "-O2", f"-I{include}", "-x", "c++"]
@@ -207,14 +208,12 @@ def example_on_host(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    ("problem", "preset"), [(CAUSAL, "v3"), (FULL_FP16, "v2")], ids=["bf16 causal", "fp16 full"]
-)
+@pytest.mark.parametrize(("problem", "preset"), [(CAUSAL, "v3"), (FULL_FP16, "v2")], ids=["bf16 causal", "fp16 full"])
 def test_the_example_accepts_a_right_kernel(example_on_host, problem, preset):
     result = subprocess.run([example_on_host(problem, PRESETS[preset])], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert lines[-1] == "PASSED" and len(lines) == 6
+    assert (len(lines), lines[-1]) == (6, "PASSED")
     for gradient in ("dQ", "dK", "dV"):
         assert all(f"  {gradient} 0.00" in line for line in lines[1:-1])
 
@@ -225,4 +224,5 @@ def test_the_example_refuses_a_wrong_kernel(example_on_host):
     assert wrong.text != unmasked.text
     result = subprocess.run([example_on_host(CAUSAL, PRESETS["v3"], kernel=wrong)], capture_output=True, text=True)
     assert result.returncode == 1
-    assert "WRONG" in result.stdout and result.stdout.splitlines()[-1] == "FAILED"
+    assert "WRONG" in result.stdout
+    assert result.stdout.splitlines()[-1] == "FAILED"

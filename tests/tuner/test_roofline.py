@@ -35,7 +35,7 @@ def test_it_is_the_appendix_c_of_the_write_up():
 def test_json_keeps_its_names():
     result = json.loads(json.dumps(roofline(SEED, RTX_5090).to_dict()))
     assert result["device"] == "NVIDIA GeForce RTX 5090"
-    assert result["shape"] == "8_16_4096_128" and result["causal"] is True and result["dtype"] == "bf16"
+    assert (result["shape"], result["causal"], result["dtype"]) == ("8_16_4096_128", True, "bf16")
     assert {"flops", "read_bytes", "write_bytes", "compute_ms", "memory_ms", "bound"} <= set(result)
 
 
@@ -64,13 +64,13 @@ def test_the_host_has_no_roofline():
 
 def test_device_is_the_arch_then_the_gpu_then_the_5090(monkeypatch):
     assert target_device("sm_90a") is device_for_arch("sm_90a")
-    monkeypatch.setattr("bwdtune.runtime.gpu.current_device", lambda: device_for_arch("sm_90a"))
+    monkeypatch.setattr("bwdtune.tuner.roofline.current_device", lambda: device_for_arch("sm_90a"))
     assert target_device(None).arch == "sm_90a"
 
     def no_gpu():
         raise NoGpuError("no GPU")
 
-    monkeypatch.setattr("bwdtune.runtime.gpu.current_device", no_gpu)
+    monkeypatch.setattr("bwdtune.tuner.roofline.current_device", no_gpu)
     assert target_device(None) is RTX_5090
     with pytest.raises(UsageError, match="unknown arch"):
         target_device("sm_75")

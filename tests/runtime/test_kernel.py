@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from bwdtune.runtime.kernel import Kernel, KernelError, backward, is_addressable
 from stub_kernels import stub_library
+
+from bwdtune.runtime.kernel import Kernel, KernelError, backward, is_addressable
 
 HEAD_DIM = 64
 

@@ -8,10 +8,11 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from stub_kernels import stub_library
+
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.kernel import Kernel
 from bwdtune.tuner.verify import INPUTS, Case, Verifier, cases, head_reference, make_inputs
-from stub_kernels import stub_library
 
 VERIFIER = Verifier("cpu")
 PROBLEM = Problem.parse("2_2_1000_32", causal=True)

@@ -1,0 +1,185 @@
+"""What the driver says of the GPUs. Asked through its own libraries, which needs neither PyTorch nor a CUDA context."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import os
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+from ..db.records import Environment, GpuKey
+from ..gen.device import Device, device_from_properties
+from ..gen.errors import BwdtuneError
+
+_DRIVER = "libcuda.so.1"
+_MANAGEMENT = "libnvidia-ml.so.1"
+_DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+_SM_CLOCK = 1  # NVML_CLOCK_SM
+_INSUFFICIENT_SIZE = 7  # NVML_ERROR_INSUFFICIENT_SIZE
+_TEXT_BYTES = 256
+_UUID_BYTES = 16
+
+
+class NoGpuError(BwdtuneError):
+    """There is no GPU that can be used, or not the one that was asked for."""
+
+
+class _Attribute(enum.IntEnum):
+    """Numbers of ``CUdevice_attribute``."""
+
+    CLOCK_KHZ = 13
+    SM_COUNT = 16
+    MEMORY_CLOCK_KHZ = 36
+    MEMORY_BUS_BITS = 37
+    MAX_THREADS_PER_SM = 39
+    CAPABILITY_MAJOR = 75
+    CAPABILITY_MINOR = 76
+    SHARED_MEMORY_PER_SM = 81
+    REGISTERS_PER_SM = 82
+    SHARED_MEMORY_PER_BLOCK_OPT_IN = 97
+
+
+@functools.cache
+def current_device(index: int | None = None) -> Device:
+    """A GPU's limits and peaks.
+
+    Args:
+        index: CUDA's ordinal, with `CUDA_VISIBLE_DEVICES` applied; None is the first.
+
+    Raises:
+        NoGpuError: The driver shows no such GPU.
+        UsageError: No kernel of this project runs on it.
+    """
+    index = index or 0
+    driver = _driver()
+    handle = _handle(index)
+
+    def attribute(which: _Attribute) -> int:
+        value = ctypes.c_int()
+        _check(driver.cuDeviceGetAttribute(ctypes.byref(value), which.value, handle))
+        return value.value
+
+    name = ctypes.create_string_buffer(_TEXT_BYTES)
+    _check(driver.cuDeviceGetName(name, _TEXT_BYTES, handle))
+    # Both edges of the memory clock carry data.
+    bandwidth = 2e3 * attribute(_Attribute.MEMORY_CLOCK_KHZ) * attribute(_Attribute.MEMORY_BUS_BITS) / 8
+    return device_from_properties(
+        name=name.value.decode(errors="replace"),
+        capability=(attribute(_Attribute.CAPABILITY_MAJOR), attribute(_Attribute.CAPABILITY_MINOR)),
+        sm_count=attribute(_Attribute.SM_COUNT),
+        shared_memory_per_block_bytes=attribute(_Attribute.SHARED_MEMORY_PER_BLOCK_OPT_IN),
+        shared_memory_per_sm_bytes=attribute(_Attribute.SHARED_MEMORY_PER_SM),
+        registers_per_sm=attribute(_Attribute.REGISTERS_PER_SM),
+        max_threads_per_sm=attribute(_Attribute.MAX_THREADS_PER_SM),
+        clock_ghz=attribute(_Attribute.CLOCK_KHZ) / 1e6,
+        bandwidth_tb_s=bandwidth / 1e12,
+    )
+
+
+def gpu_key(device: Device) -> GpuKey:
+    """What winners are stored under: the card's name and compute capability."""
+    match = re.fullmatch(r"sm_(\d+)(\d)a?", device.arch)
+    return GpuKey(device.name, f"{match[1]}.{match[2]}" if match else device.arch)
+
+
+def environment(device: Device, toolkit: str) -> Environment:
+    """Where something is measured.
+
+    Args:
+        device: The card.
+        toolkit: The version of nvcc.
+    """
+    return Environment(gpu_key(device), device.arch, driver_version(), toolkit, version("torch"))
+
+
+def driver_version() -> str:
+    """The driver's version, such as ``580.95.05``; ``unknown`` where nothing says it."""
+    management = _management()
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    if management and management.nvmlSystemGetDriverVersion(text, _TEXT_BYTES) == 0:
+        return text.value.decode(errors="replace")
+    try:
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER_VERSION_FILE.read_text())
+    except OSError:
+        match = None
+    return match[0] if match else "unknown"
+
+
+def sm_clock_mhz(index: int) -> float | None:
+    """The SM clock of a GPU at this moment, where the driver's management library says it."""
+    managed = _managed(index)
+    clock = ctypes.c_uint()
+    if not managed or managed[0].nvmlDeviceGetClockInfo(managed[1], _SM_CLOCK, ctypes.byref(clock)):
+        return None
+    return float(clock.value)
+
+
+def compute_processes(index: int) -> int | None:
+    """How many processes use a GPU to compute, this one included, where the driver's management library says it."""
+    managed = _managed(index)
+    if not managed:
+        return None
+    count = ctypes.c_uint(0)  # room for none: the answer is the number there are
+    status = managed[0].nvmlDeviceGetComputeRunningProcesses_v3(managed[1], ctypes.byref(count), None)
+    return count.value if status in (0, _INSUFFICIENT_SIZE) else None
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    advice = "use --arch to generate and compile without a GPU"
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        raise NoGpuError(f"there is no NVIDIA driver ({_DRIVER} is not found): {advice}") from None
+    status = driver.cuInit(0)
+    if status:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hint = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
+        what = "the driver shows no GPU" if status == _NO_DEVICE else f"the driver does not start: error {status}"
+        raise NoGpuError(f"{what}{hint}: {advice}")
+    return driver
+
+
+def _handle(index: int) -> ctypes.c_int:
+    driver = _driver()
+    count = ctypes.c_int()
+    _check(driver.cuDeviceGetCount(ctypes.byref(count)))
+    if not 0 <= index < count.value:
+        raise NoGpuError(f"there is no GPU {index}: the driver shows {count.value}")
+    handle = ctypes.c_int()
+    _check(driver.cuDeviceGet(ctypes.byref(handle), index))
+    return handle
+
+
+def _check(status: int) -> None:
+    if status:
+        raise NoGpuError(f"the driver does not describe the GPU: error {status}")
+
+
+@functools.cache
+def _management() -> ctypes.CDLL | None:
+    try:
+        management = ctypes.CDLL(_MANAGEMENT)
+        return management if management.nvmlInit_v2() == 0 else None
+    except (OSError, AttributeError):
+        return None
+
+
+@functools.cache
+def _managed(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """The management library and its handle of a GPU: it numbers them otherwise, but knows CUDA's unique ids."""
+    management = _management()
+    if not management:
+        return None
+    raw = (ctypes.c_ubyte * _UUID_BYTES)()
+    _check(_driver().cuDeviceGetUuid(raw, _handle(index)))
+    digits = bytes(raw).hex()
+    uuid = "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+    handle = ctypes.c_void_p()
+    if management.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
+        return None
+    return management, handle

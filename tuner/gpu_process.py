@@ -1,0 +1,198 @@
+"""The process that owns the GPU: loads kernels, checks and times them when its parent asks. See `worker` for the parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+
+from ..db.records import VerificationRecord
+from ..gen.errors import BwdtuneError
+from ..gen.problem import Problem
+from ..runtime import torch_attention
+from ..runtime.kernel import Kernel, KernelError
+from .timing import Policy, Timed, Timings, time_kernels
+from .verify import Case, Inputs, Verifier, make_inputs
+from .worker import Answer, Request, Running
+
+PEERS: dict[str, Callable[..., torch_attention.Forward]] = {
+    "fa": torch_attention.flash,
+    "cudnn": torch_attention.cudnn,
+}
+"""PyTorch's own kernels that are timed beside ours."""
+
+
+def main(connection: Connection, device: str) -> None:
+    """Answers requests until the parent closes the connection or dies.
+
+    Args:
+        connection: To the parent.
+        device: ``cuda:0`` and so on, or ``cpu``.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, which ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    torch.set_grad_enabled(False)
+    try:
+        bench = _GpuBench(torch.device(device), connection)
+    except Exception as error:  # whatever it is, the parent can only pass it on
+        connection.send(Answer(fatal=_one_line(error)))
+        return
+    connection.send(Answer())
+    while True:
+        try:
+            request: Request = connection.recv()
+        except EOFError:
+            return
+        connection.send(_answer(bench, request))
+
+
+def _answer(bench: _GpuBench, request: Request) -> Answer:
+    try:
+        return Answer(result=getattr(bench, request.method)(*request.arguments))
+    except torch.OutOfMemoryError:
+        bench.forget()
+        return Answer(fatal="the GPU has too little free memory for this problem: choose a smaller one")
+    except Exception as error:  # a fault of the candidate; what it left behind decides whether this process goes on
+        return Answer(failure=_one_line(error), sick=not bench.healthy())
+
+
+def _one_line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return text if isinstance(error, BwdtuneError) else f"{type(error).__name__}: {text}"
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    assert parent
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _GpuBench:
+    """Checks and times on one device."""
+
+    def __init__(self, device: torch.device, connection: Connection) -> None:
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                built = "is built without CUDA" if torch.version.cuda is None else "sees no GPU"
+                raise KernelError(f"PyTorch {torch.__version__} {built}: install one for this GPU and driver")
+            torch.cuda.set_device(device)
+            torch.zeros(1, device=device)
+        self._device, self._connection = device, connection
+        self._verifier = Verifier(device)
+        self._kernels: dict[Path, Kernel] = {}
+        self._inputs: tuple[Problem, Inputs] | None = None
+
+    def verify(self, problem: Problem, libraries: dict[str, Path]) -> VerificationRecord:
+        (kernel,) = self._load(libraries).values()
+        return self._verifier.verify(problem, kernel)
+
+    def verify_at(self, problem: Problem, libraries: dict[str, Path]) -> VerificationRecord:
+        (kernel,) = self._load(libraries).values()
+        return self._verifier.verify_at(problem, kernel)
+
+    def time(self, problem: Problem, libraries: dict[str, Path], peers: Sequence[str], policy: Policy) -> Timings:
+        inputs = self._inputs_of(problem)
+        arena = _Arena(problem, inputs)
+        kernels = {name: arena.timed(kernel) for name, kernel in self._load(libraries).items()}
+        unavailable = {}
+        for name in peers:
+            try:
+                kernels[name] = self._peer(name, problem, inputs)
+            except Exception as error:  # whatever keeps PyTorch's kernel from this problem is the reason
+                unavailable[name] = _one_line(error)
+        timings = time_kernels(kernels, policy, self._device, self._say_running)
+        for name in libraries:
+            self._say_running(name)
+            kernels[name].poison()
+            kernels[name].run()
+            if not arena.written():
+                raise KernelError("at these sizes it leaves elements of its outputs unwritten, or not finite")
+        return Timings(timings.by_name, timings.clock_mhz, timings.notice, unavailable)
+
+    def healthy(self) -> bool:
+        """Whether the device still takes work: after an illegal access or a trap it does not, in this process."""
+        try:
+            return bool(torch.ones(1, device=self._device).add(1).item() == 2)
+        except RuntimeError:
+            return False
+
+    def forget(self) -> None:
+        """Frees what was kept for the next request."""
+        self._inputs = None
+        self._verifier = Verifier(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _say_running(self, name: str | None) -> None:
+        self._connection.send(Running(name))
+
+    def _load(self, libraries: dict[str, Path]) -> dict[str, Kernel]:
+        loaded = {}
+        for name, library in libraries.items():
+            self._say_running(name)
+            if library not in self._kernels:
+                self._kernels[library] = Kernel.load(library)
+            loaded[name] = self._kernels[library]
+        return loaded
+
+    def _inputs_of(self, problem: Problem) -> Inputs:
+        if self._inputs is None or self._inputs[0] != problem:
+            self._inputs = None
+            self._inputs = (problem, make_inputs(Case(problem, "normal"), self._device))
+        return self._inputs[1]
+
+    def _peer(self, name: str, problem: Problem, inputs: Inputs) -> Timed:
+        if self._device.type != "cuda":
+            raise KernelError("it runs on a GPU only")
+        forward = PEERS[name](inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
+        forward.backward(inputs.dout)
+        torch.cuda.synchronize(self._device)
+        return Timed(lambda: _drop(forward.backward(inputs.dout)))
+
+
+def _drop(gradients: torch_attention.Gradients) -> None:
+    del gradients
+
+
+class _Arena:
+    """One problem's inputs, and outputs and workspace that all timed kernels share: each is poisoned before it runs."""
+
+    def __init__(self, problem: Problem, inputs: Inputs) -> None:
+        self._problem, self._inputs = problem, inputs
+        self._outputs = [torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v)]
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=inputs.q.device)
+
+    def timed(self, kernel: Kernel) -> Timed:
+        problem, inputs = self._problem, self._inputs
+        needed = kernel.workspace_bytes(
+            problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_kv
+        )
+        if self._workspace.numel() < needed:
+            self._workspace = torch.empty(needed, dtype=torch.uint8, device=inputs.q.device)
+        launch = kernel.prepare(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.forward.output,
+            inputs.dout,
+            inputs.forward.lse,
+            *self._outputs,
+            scale=problem.softmax_scale,
+            workspace=self._workspace,
+        )
+        return Timed(launch, self.poison)
+
+    def poison(self) -> None:
+        for output in self._outputs:
+            output.fill_(float("nan"))
+
+    def written(self) -> bool:
+        return all(bool(output.isfinite().all()) for output in self._outputs)

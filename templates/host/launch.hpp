@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <elf.h>
 #include <fcntl.h>
+#include <fenv.h>
 #include <link.h>
 #include <pthread.h>
 #include <sys/stat.h>
@@ -88,6 +89,10 @@ inline void* run_blocks(void* argument) {
   Launch& launch = *static_cast<Launch*>(argument);
   Block* block = new Block(launch);
   const uint64_t blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
+  // Kernels round to nearest even and keep subnormals, whatever the caller's thread has set.
+  fenv_t callers;
+  fegetenv(&callers);
+  fesetenv(FE_DFL_ENV);
   if (!block->allocated()) launch.fault(cudaErrorMemoryAllocation, "out of memory for the threads of a block");
   while (!__atomic_load_n(&launch.faulted, __ATOMIC_ACQUIRE)) {
     const uint64_t number = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_RELAXED);
@@ -95,6 +100,7 @@ inline void* run_blocks(void* argument) {
     block->run(number);
   }
   delete block;
+  fesetenv(&callers);
   return nullptr;
 }
 

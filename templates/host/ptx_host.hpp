@@ -98,9 +98,9 @@ inline float widen<bf16>(uint32_t bits) {
 
 template <>
 inline float widen<fp16>(uint32_t bits) {
-  const uint32_t sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
-  if (magnitude >= 0x0f800000u) return float_of(sign | 0x7f800000u | magnitude);
-  return float_of(sign | bits_of(float_of(magnitude) * 0x1p112f));  // from the exponent's bias 15 to 127
+  const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, mantissa = bits & 0x3ffu;
+  if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(mantissa) * 0x1p-24f));
+  return float_of(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
 }
 
 template <class Element>

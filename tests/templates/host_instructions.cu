@@ -1,0 +1,245 @@
+// One kernel for each instruction of ptx.cuh, for tests/templates/test_host_instructions.py.
+#include "ptx_host.hpp"
+
+namespace {
+
+template <class Arguments>
+int launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned blocks = 1, unsigned threads = 32,
+           size_t shared_bytes = 0) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  return cudaLaunchKernelEx(&config, kernel, arguments);
+}
+
+struct Words {
+  const uint32_t* in;
+  uint32_t* out;
+};
+
+// A 1 KiB tile comes to shared memory; each lane reads four matrices at its own address.
+struct Ldmatrix {
+  const uint32_t* tile;       // (256)
+  const uint32_t* addresses;  // (32): offsets in bytes
+  uint32_t* fragments;        // (32, 4)
+  bool transposed;
+};
+
+__global__ void ldmatrix_kernel(const __grid_constant__ Ldmatrix a) {
+  const uint32_t shared = ptx::shared_memory_base();
+  for (uint32_t i = threadIdx.x; i < 256; i += blockDim.x) ptx::store_shared(shared + 4 * i, ptx::load_global(a.tile + i));
+  ptx::sync_threads();
+  uint32_t fragment[4];
+  const uint32_t address = shared + ptx::load_global(a.addresses + threadIdx.x);
+  if (a.transposed)
+    ptx::ldmatrix_x4_trans(fragment, address);
+  else
+    ptx::ldmatrix_x4(fragment, address);
+  for (int i = 0; i < 4; i++) ptx::store_global(a.fragments + 4 * threadIdx.x + i, fragment[i]);
+}
+
+struct Mma {
+  const uint32_t* a;   // (32, 4)
+  const uint32_t* b;   // (32, 2)
+  float* accumulator;  // (32, 4)
+};
+
+template <class Element>
+__global__ void mma_kernel(const __grid_constant__ Mma m) {
+  uint32_t a[4];
+  float accumulator[4];
+  for (int i = 0; i < 4; i++) a[i] = m.a[4 * threadIdx.x + i];
+  for (int i = 0; i < 4; i++) accumulator[i] = m.accumulator[4 * threadIdx.x + i];
+  ptx::mma_m16n8k16<Element>(accumulator, a, m.b[2 * threadIdx.x], m.b[2 * threadIdx.x + 1]);
+  for (int i = 0; i < 4; i++) m.accumulator[4 * threadIdx.x + i] = accumulator[i];
+}
+
+struct Warp {
+  const float* values;  // (32)
+  float* shuffled;      // (32)
+  int32_t* elected;     // (32)
+  int lane_mask;
+};
+
+__global__ void warp_kernel(const __grid_constant__ Warp a) {
+  ptx::store_global(a.shuffled + threadIdx.x, ptx::shuffle_xor(ptx::load_global(a.values + threadIdx.x), a.lane_mask));
+  ptx::store_global(a.elected + threadIdx.x, static_cast<int32_t>(ptx::elect_one()));
+}
+
+// One box comes to shared memory, and all of it goes out as ldmatrix reads it: 16 bytes for a lane's address.
+struct Box {
+  CUtensorMap map;
+  uint32_t* out;  // bytes / 4
+  int coordinates[4];
+  uint32_t bytes;
+};
+
+__global__ void box_kernel(const __grid_constant__ Box a) {
+  const uint32_t tile = ptx::shared_memory_base(), barrier = tile + a.bytes;
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(barrier, 1);
+    ptx::mbarrier_fence_init();
+    ptx::prefetch_tensor_map(&a.map);
+    ptx::mbarrier_arrive_expect_tx(barrier, a.bytes);
+    ptx::tma_load_4d(tile, &a.map, a.coordinates[0], a.coordinates[1], a.coordinates[2], a.coordinates[3], barrier);
+  }
+  ptx::sync_threads();
+  ptx::mbarrier_wait(barrier, 0);
+  for (uint32_t at = 0; at < a.bytes; at += 32 * 16) {
+    uint32_t fragment[4];
+    ptx::ldmatrix_x4(fragment, tile + min(at + 16 * threadIdx.x, a.bytes - 16));
+    for (uint32_t matrix = 0; matrix < 4; matrix++) {
+      const uint32_t word = (at + 16 * 8 * matrix) / 4 + threadIdx.x;
+      if (word < a.bytes / 4) ptx::store_global(a.out + word, fragment[matrix]);
+    }
+  }
+}
+
+// A ring of two stages: each round, all threads read a tile and then one of them loads the next but one into its place.
+struct Ring {
+  CUtensorMap map;   // (rounds, 8) of 16-bit elements
+  uint32_t* out;     // (rounds, 32)
+  int rounds;
+};
+
+__global__ void ring_kernel(const __grid_constant__ Ring a) {
+  const uint32_t stages = ptx::shared_memory_base(), barriers = stages + 2 * 128;
+  const auto load = [&](int round) {
+    ptx::mbarrier_arrive_expect_tx(barriers + round % 2 * 8, 128);
+    ptx::tma_load_4d(stages + round % 2 * 128, &a.map, 0, 8 * round, 0, 0, barriers + round % 2 * 8);
+  };
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(barriers, 1);
+    ptx::mbarrier_init(barriers + 8, 1);
+    ptx::mbarrier_fence_init();
+    for (int round = 0; round < min(2, a.rounds); round++) load(round);
+  }
+  ptx::sync_threads();
+  for (int round = 0; round < a.rounds; round++) {
+    ptx::mbarrier_wait(barriers + round % 2 * 8, round / 2 % 2);
+    uint32_t fragment[4];
+    ptx::ldmatrix_x4(fragment, stages + round % 2 * 128 + threadIdx.x % 8 * 16);
+    ptx::store_global(a.out + round * 32 + threadIdx.x, fragment[0]);
+    ptx::sync_threads();
+    if (threadIdx.x == 0 && round + 2 < a.rounds) load(round + 2);
+  }
+}
+
+struct Adds {
+  float* sums;          // (4): every thread of every block adds to each of them
+  const float* values;  // (4)
+  int vector;
+};
+
+__global__ void add_kernel(const __grid_constant__ Adds a) {
+  const float x = a.values[0], y = a.values[1], z = a.values[2], w = a.values[3];
+  if (a.vector == 4) ptx::reduce_add_global(a.sums, make_float4(x, y, z, w));
+  if (a.vector == 2) {
+    ptx::reduce_add_global(a.sums, make_float2(x, y));
+    ptx::reduce_add_global(a.sums + 2, make_float2(z, w));
+  }
+  if (a.vector == 1)
+    for (int i = 0; i < 4; i++) ptx::reduce_add_global(a.sums + i, a.values[i]);
+}
+
+struct Places {
+  uint32_t* out;  // (blocks, threads, 4)
+};
+
+__global__ void place_kernel(const __grid_constant__ Places a) {
+  uint32_t* out = a.out + 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+  out[0] = threadIdx.x;
+  out[1] = blockIdx.x;
+  out[2] = blockDim.x;
+  out[3] = gridDim.x;
+}
+
+struct Nothing {};
+__global__ void empty_kernel(const __grid_constant__ Nothing) {}
+
+}  // namespace
+
+extern "C" {
+
+const char* error_text(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+
+void unpack_all(int fp16, float* out) {
+  for (uint32_t i = 0; i < 65536; i++)
+    out[i] = fp16 ? ptx::unpack<ptx::fp16>(i << 16).y : ptx::unpack<ptx::bf16>(i << 16).y;
+}
+
+void pack_pairs(int fp16, const float* pairs, uint32_t* out, int count) {
+  for (int i = 0; i < count; i++) {
+    const float low = pairs[2 * i], high = pairs[2 * i + 1];
+    out[i] = fp16 ? ptx::pack<ptx::fp16>(low, high) : ptx::pack<ptx::bf16>(low, high);
+  }
+}
+
+void exp2_all(const float* in, float* out, int count) {
+  for (int i = 0; i < count; i++) out[i] = ptx::exp2_approx(in[i]);
+}
+
+int run_ldmatrix(const uint32_t* tile, const uint32_t* addresses, uint32_t* fragments, int transposed) {
+  return launch(ldmatrix_kernel, Ldmatrix{tile, addresses, fragments, transposed != 0}, 1, 32, 1024);
+}
+
+int run_mma(int fp16, const uint32_t* a, const uint32_t* b, float* accumulator) {
+  return launch(fp16 ? mma_kernel<ptx::fp16> : mma_kernel<ptx::bf16>, Mma{a, b, accumulator});
+}
+
+int run_warp(const float* values, float* shuffled, int32_t* elected, int lane_mask) {
+  return launch(warp_kernel, Warp{values, shuffled, elected, lane_mask});
+}
+
+// Through the driver's entry point, as a kernel's launcher finds it. Of 16-bit elements; a CUresult.
+int encode(CUtensorMap* map, int type, unsigned rank, void* base, const uint64_t* sizes, const uint64_t* strides,
+           const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int promotion, int fill) {
+  void* function;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) ||
+      found != cudaDriverEntryPointSuccess)
+    return -1;
+  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
+      map, static_cast<CUtensorMapDataType>(type), rank, base, sizes, strides, box, element_strides,
+      static_cast<CUtensorMapInterleave>(interleave), static_cast<CUtensorMapSwizzle>(swizzle),
+      static_cast<CUtensorMapL2promotion>(promotion), static_cast<CUtensorMapFloatOOBfill>(fill));
+}
+
+int run_box(const CUtensorMap* map, uint32_t* out, const int* coordinates, uint32_t bytes) {
+  Box box = {*map, out, {coordinates[0], coordinates[1], coordinates[2], coordinates[3]}, bytes};
+  cudaFuncSetAttribute(box_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 1 << 17);
+  return launch(box_kernel, box, 1, 32, bytes + 8);
+}
+
+int run_ring(const CUtensorMap* map, uint32_t* out, int rounds) {
+  return launch(ring_kernel, Ring{*map, out, rounds}, 1, 32, 2 * 128 + 2 * 8);
+}
+
+int run_add(float* sums, const float* values, int vector, unsigned blocks, unsigned threads) {
+  return launch(add_kernel, Adds{sums, values, vector}, blocks, threads);
+}
+
+int run_places(uint32_t* out, unsigned blocks, unsigned threads) {
+  return launch(place_kernel, Places{out}, blocks, threads);
+}
+
+int run_empty(const unsigned* grid, const unsigned* block, size_t shared_bytes, int allowed) {
+  if (allowed >= 0)
+    if (const int error = cudaFuncSetAttribute(empty_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, allowed))
+      return error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid[0], grid[1], grid[2]);
+  config.blockDim = dim3(block[0], block[1], block[2]);
+  config.dynamicSmemBytes = shared_bytes;
+  return cudaLaunchKernelEx(&config, empty_kernel, Nothing{});
+}
+
+int set_device(int device) { return cudaSetDevice(device); }
+
+int find_driver_function(const char* name) {
+  void* function;
+  return cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault);
+}
+
+}  // extern "C"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 import tempfile
@@ -22,15 +21,16 @@ class CacheError(BwdtuneError):
 
 
 def cache_dir(option: Path | None = None) -> Path:
-    """The directory to look for compiled kernels in: it may be read-only, or not exist yet.
+    """The directory to look for compiled kernels in, which may be read-only.
 
     The order is: ``option``, ``BWDTUNE_CACHE``, ``XDG_CACHE_HOME/bwdtune``, ``HOME/.cache/bwdtune``, and where none of
-    them can be read or made, a private directory under the system's temporary one (with a warning).
+    them is there or can be made, a private directory under the system's temporary one (with a warning).
     """
     explicit = _explicit_cache_dir(option)
     if explicit:
         return explicit
-    usable = (path for path in _default_cache_dirs() if os.path.isdir(path) or _can_be_made(path))
+    # os.path.isdir, unlike Path.is_dir, takes "forbidden" for "no".
+    usable = (path for path in _default_cache_dirs() if os.path.isdir(path) or _can_be_written(path))
     return next(usable, None) or _private_dir()
 
 
@@ -50,11 +50,7 @@ def writable_cache_dir(option: Path | None = None) -> Path:
                 f"choose another with --cache or {CACHE_VARIABLE}"
             ) from None
         return explicit
-    for path in _default_cache_dirs():
-        with contextlib.suppress(OSError):
-            _make_writable(path)
-            return path
-    return _private_dir()
+    return next(filter(_can_be_written, _default_cache_dirs()), None) or _private_dir()
 
 
 def default_database() -> Path | str:
@@ -65,18 +61,25 @@ def default_database() -> Path | str:
     """
     value = os.environ.get(DATABASE_VARIABLE)
     if value:
-        return value if "://" in value else Path(value).expanduser().absolute()
+        return value if "://" in value else _absolute(value)
 
     import platformdirs  # only here: most callers name a database or a cache
 
-    directory = platformdirs.user_data_path("bwdtune", appauthor=False)
-    # Without HOME and an entry in the password file "~" stays as it is: a folder of the current directory.
+    try:
+        directory = platformdirs.user_data_path("bwdtune", appauthor=False)
+    except RuntimeError:  # neither HOME nor an entry in the password file
+        directory = Path()
+    # Older releases then give "~" back as it is, which is a folder of the current directory.
     return (directory if directory.is_absolute() else _private_dir()) / "bwdtune.sqlite"
 
 
 def _explicit_cache_dir(option: Path | None) -> Path | None:
     value = option or os.environ.get(CACHE_VARIABLE)
-    return Path(value).expanduser().absolute() if value else None
+    return _absolute(value) if value else None
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(os.path.expanduser(path)).absolute()  # unlike Path.expanduser it lives without a home
 
 
 def _default_cache_dirs() -> Iterator[Path]:
@@ -87,17 +90,19 @@ def _default_cache_dirs() -> Iterator[Path]:
             yield Path(value, below)
 
 
-def _can_be_made(path: Path) -> bool:
-    # os.path's functions, unlike Path's, take "forbidden" for "no".
-    existing = next(parent for parent in path.parents if os.path.exists(parent))
-    return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
-
-
 def _make_writable(path: Path) -> None:
     """Raises OSError where no file can be made: permission bits do not tell (root, read-only mounts)."""
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path):
         pass
+
+
+def _can_be_written(path: Path) -> bool:
+    try:
+        _make_writable(path)
+    except OSError:
+        return False
+    return True
 
 
 @cache

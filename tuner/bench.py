@@ -1,0 +1,344 @@
+"""The write-up's table: named kernels, verified and then raced against each other in one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..db.records import Environment
+from ..gen.build import Variant, build
+from ..gen.config import FAMILIES, PRESETS, Config, parse_config
+from ..gen.device import Device
+from ..gen.errors import BwdtuneError, UsageError
+from ..gen.problem import Problem
+from ..gen.render import render
+from ..gen.resources import estimate, occupancy
+from ..gen.space import refusal
+from .options import LIMITS
+from .report import Row
+from .timing import RACE_POLICY
+from .worker import CandidateError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..db.store import Store
+    from .search import Bench
+
+PEERS = {"cudnn": "F.sdpa() (cuDNN)", "fa": "F.sdpa() (Flash Attention)"}
+"""PyTorch's own backward kernels, by the name they are asked for, and as the write-up's table has them."""
+
+BEST = "best"
+DIRECTION = "backward"
+DEFAULT_KERNELS = ("cudnn", "fa", *PRESETS, BEST)
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """One race.
+
+    Attributes:
+        problem: What was computed.
+        device: The card.
+        environment: Where it ran.
+        limits: ``sm_120`` where kernels were kept to that card's limits, else None.
+        command: The command line.
+        policy: How it was timed.
+        date: When it ended, UTC.
+        rows: One a kernel, in the order they were asked for.
+        notices: What a person should know about the run.
+    """
+
+    problem: Problem
+    device: Device
+    environment: Environment
+    limits: str | None
+    command: str
+    policy: str
+    date: datetime
+    rows: tuple[Row, ...]
+    notices: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of ``tuner bench --json``, and a file's under ``benchmarks/results``."""
+        return {
+            "gpu": self.environment.gpu.name,
+            "driver": self.environment.driver,
+            "torch": self.environment.torch,
+            "nvcc": self.environment.toolkit,
+            "arch": self.environment.arch,
+            "command": self.command,
+            "date": self.date.isoformat(timespec="seconds"),
+            "policy": self.policy,
+            "shape": self.problem.shape,
+            "causal": self.problem.causal,
+            "dtype": self.problem.dtype,
+            "limits": self.limits,
+            "emulate": None,
+            "rows": [row.to_dict(self.problem, self.device) for row in self.rows],
+            "notices": list(self.notices),
+        }
+
+    def table(self) -> Table:
+        """The write-up's table; a kernel that did not run has its reason for a time."""
+        from rich.table import Table
+
+        limits = f", within the limits of {self.limits}" if self.limits else ""
+        title = f"backward, {self.problem.label} on {self.environment.gpu.name}{limits}"
+        table = Table(
+            title=title, caption="\n".join(self.notices) or None, title_justify="left", caption_justify="left"
+        )
+        table.add_column("Kernel")
+        for heading in ("Latency", "10 % to 90 %", "Effective TFLOPS", "% of theoretical peak", "max error"):
+            table.add_column(heading, justify="right")
+        table.add_column("configuration")
+        for row in self.rows:
+            figures = row.to_dict(self.problem, self.device)
+            name = PEERS.get(row.kernel, row.kernel)
+            config = row.config.id if row.config else ""
+            if row.ms is None:
+                table.add_row(name, "n/a", "", "", "", "", f"{config}: {row.note}" if config else row.note)
+                continue
+            table.add_row(
+                name,
+                f"{row.ms:.4f} ms",
+                f"{row.low_ms:.4f} to {row.high_ms:.4f}",
+                f"{figures['tflops']:.2f}",
+                f"{figures['percent_of_peak']:.2f}%",
+                "" if row.max_error is None else f"{row.max_error:.5f}",
+                config,
+            )
+        return table
+
+
+@dataclass
+class _Entry:
+    """A kernel on its way to a row.
+
+    Attributes:
+        name: As it was asked for.
+        config: Its configuration; None for PyTorch's kernels, and where none is stored.
+        row: What is known of it; a note says why it will not be timed.
+    """
+
+    name: str
+    config: Config | None = None
+    row: Row = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.row = Row(kernel=self.name, config=self.config)
+
+    def drop(self, reason: str) -> None:
+        self.row = replace(self.row, note=reason)
+
+    @property
+    def alive(self) -> bool:
+        return not self.row.note
+
+
+def check_kernels(kernels: Sequence[str], direction: str, limits: str | None) -> None:
+    """Refuses what `bench` cannot do, before anything is asked of the GPU.
+
+    Raises:
+        UsageError: An unknown kernel, direction or limit.
+    """
+    if direction != DIRECTION:
+        raise UsageError(f"unknown direction {direction!r}: only {DIRECTION} is generated and timed here")
+    if limits is not None and limits not in LIMITS:
+        raise UsageError(f"unknown limits {limits!r}: use {', '.join(LIMITS)}")
+    if not kernels:
+        raise UsageError(f"no kernel is named: use --kernel with {', '.join(DEFAULT_KERNELS)} or a configuration's id")
+    for name in kernels:
+        if name not in PEERS and name != BEST and name not in FAMILIES:
+            _named_config(name)
+
+
+def bench(
+    problem: Problem,
+    kernels: Sequence[str],
+    device: Device,
+    *,
+    environment: Environment,
+    worker: Bench,
+    open_store: Callable[[], AbstractContextManager[Store]],
+    command: str,
+    direction: str = DIRECTION,
+    limits: str | None = None,
+    cache: Path | None = None,
+) -> BenchReport:
+    """Verifies kernels, races them interleaved, and says how long each takes.
+
+    A kernel that is not stored, not valid, does not compile, is wrong or does not run gets a row with the reason.
+
+    Args:
+        problem: What is computed.
+        kernels: ``cudnn``, ``fa``, a preset, a configuration's id, a family (its fastest stored configuration) or
+            ``best`` (the stored winner).
+        device: The card.
+        environment: Where the worker measures.
+        worker: Verifies and times.
+        open_store: Opens the database; called only where a kernel is looked up in it.
+        command: The command line, for the report.
+        direction: ``backward``.
+        limits: Keep to another card's limits: a key of `options.LIMITS`, or None.
+        cache: Where builds are kept; None for the usual place.
+
+    Raises:
+        UsageError: An unknown kernel, direction or limit.
+        BwdtuneError: No compiler, no place for builds, or the GPU cannot run the problem at all.
+    """
+    check_kernels(kernels, direction, limits)
+    if limits and LIMITS[limits].arch == device.arch:
+        limits = None  # its own
+    entries = _resolve(problem, list(dict.fromkeys(kernels)), environment, limits, open_store)
+    devices = [device, LIMITS[limits]] if limits else [device]
+    for entry in entries:
+        reasons = [refusal(problem, entry.config, each) for each in devices] if entry.config else []
+        for reason in filter(None, reasons):
+            entry.drop(reason)
+    variants = _compile(problem, entries, device, cache)
+    _verify(problem, entries, variants, worker)
+    notices = _race(problem, entries, variants, worker)
+    return BenchReport(
+        problem=problem,
+        device=device,
+        environment=environment,
+        limits=limits,
+        command=command,
+        policy=RACE_POLICY.id,
+        date=datetime.now(timezone.utc),
+        rows=tuple(entry.row for entry in entries),
+        notices=notices,
+    )
+
+
+def _named_config(name: str) -> Config:
+    try:
+        return parse_config(name)
+    except UsageError:
+        known = ", ".join((*PEERS, *PRESETS, BEST, *FAMILIES))
+        raise UsageError(f"unknown kernel {name!r}: use {known} or an id such as {PRESETS['v2'].id}") from None
+
+
+def _resolve(
+    problem: Problem,
+    names: Sequence[str],
+    environment: Environment,
+    limits: str | None,
+    open_store: Callable[[], AbstractContextManager[Store]],
+) -> list[_Entry]:
+    stored = [name for name in names if name == BEST or name in FAMILIES]
+    found: Mapping[str, Config] = {}
+    missing = f"nothing is stored for {problem.label} on {environment.gpu.name}: run tuner search first"
+    if stored:
+        try:
+            with open_store() as store:
+                found = _stored(problem, stored, environment, limits, store)
+        except BwdtuneError as error:
+            missing = str(error)
+    entries = []
+    for name in names:
+        entry = _Entry(name, found.get(name) if name in stored else None if name in PEERS else _named_config(name))
+        if name in stored and name not in found:
+            entry.drop(missing)
+        entries.append(entry)
+    return entries
+
+
+def _stored(
+    problem: Problem, names: Sequence[str], environment: Environment, limits: str | None, store: Store
+) -> dict[str, Config]:
+    """The winner, and of each family the configuration with the best valid time on this kind of card."""
+    found: dict[str, Config] = {}
+    if BEST in names and (winner := store.winner(problem, environment.gpu, limits)):
+        found[BEST] = winner.config
+    if set(names) - {BEST}:
+        for measurement in store.measurements(problem):  # fastest first
+            record, config = measurement.record, measurement.variant.config
+            if measurement.valid and record.environment.gpu == environment.gpu and record.limits == limits:
+                found.setdefault(config.family, config)
+    return found
+
+
+def _compile(problem: Problem, entries: Sequence[_Entry], device: Device, cache: Path | None) -> dict[Config, Variant]:
+    configs = list(dict.fromkeys(entry.config for entry in entries if entry.alive and entry.config))
+    built = build([render(problem, config) for config in configs], device.arch, cache=cache) if configs else []
+    variants = dict(zip(configs, built, strict=True))
+    for entry in entries:
+        variant = variants.get(entry.config) if entry.config else None
+        if variant is None:
+            continue
+        if variant.status != "ok":
+            entry.drop(f"does not compile: {variant.error}")
+        elif variant.resources:
+            entry.row = replace(entry.row, **_resources(problem, variant, device))
+    return variants
+
+
+def _resources(problem: Problem, variant: Variant, device: Device) -> dict[str, Any]:
+    assert variant.resources
+    needs = estimate(problem, variant.source.config)
+    use = {
+        "threads": needs.threads,
+        "registers": variant.resources.registers,
+        "shared_memory_bytes": needs.shared_memory_bytes,
+    }
+    return {**use, "spill_bytes": variant.resources.spill_bytes, "occupancy": occupancy(device, **use)}
+
+
+def _verify(problem: Problem, entries: Sequence[_Entry], variants: Mapping[Config, Variant], worker: Bench) -> None:
+    """On small problems of the kind, and at the problem's own sizes. The error in the row is the largest of all."""
+    errors: dict[Config, float] = {}
+    failures: dict[Config, str] = {}
+    for config in dict.fromkeys(entry.config for entry in entries if entry.alive and entry.config):
+        try:
+            verdicts = [worker.verify(problem, variants[config]), worker.verify_at(problem, variants[config])]
+        except CandidateError as error:
+            failures[config] = str(error)
+            continue
+        largest = max(verdict.max_error for verdict in verdicts)
+        if math.isfinite(largest):
+            errors[config] = largest
+        wrong = next((verdict.reason for verdict in verdicts if not verdict.passed), None)
+        if wrong is not None:
+            failures[config] = f"wrong: {wrong}"
+    for entry in entries:
+        if entry.config in errors:
+            entry.row = replace(entry.row, max_error=errors[entry.config])
+        if entry.config in failures:
+            entry.drop(failures[entry.config])
+
+
+def _race(
+    problem: Problem, entries: Sequence[_Entry], variants: Mapping[Config, Variant], worker: Bench
+) -> tuple[str, ...]:
+    """Times all that is left, again without the one that crashed or hung. Returns what was noticed."""
+    while True:
+        configs = list(dict.fromkeys(entry.config for entry in entries if entry.alive and entry.config))
+        peers = [entry.name for entry in entries if entry.alive and entry.name in PEERS]
+        if not configs and not peers:
+            return ()
+        try:
+            timings = worker.time(problem, [variants[config] for config in configs], peers, RACE_POLICY)
+            break
+        except CandidateError as error:
+            culprits = [entry for entry in entries if entry.alive and _timed_as(entry) == error.candidate]
+            for entry in culprits or entries:  # nobody knows whose fault it was: none of them has a time
+                entry.drop(str(error))
+    for entry in entries:
+        timing = timings.get(_timed_as(entry)) if entry.alive else None
+        if timing:
+            entry.row = replace(entry.row, ms=timing.median_ms, low_ms=timing.low_ms, high_ms=timing.high_ms)
+        elif entry.alive:
+            entry.drop(timings.unavailable.get(entry.name, "it was not timed"))
+    return (timings.notice,) if timings.notice else ()
+
+
+def _timed_as(entry: _Entry) -> str:
+    """The name that the worker gives a kernel."""
+    return entry.config.id if entry.config else entry.name

@@ -64,6 +64,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// The value itself, which the compiler takes for a new one: what is computed from it is computed again.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // ---- threads ----
 
 __device__ __forceinline__ void sync_threads() { __syncthreads(); }

@@ -133,6 +133,8 @@ inline void execute_elect(Warp& warp) {
 }
 constexpr WarpInstruction ELECT = {"elect.sync", execute_elect};
 
+inline uint32_t opaque(uint32_t value) { return value; }
+
 inline bool elect_one(int line = __builtin_LINE()) {
   bool elected;
   block().execute_in_warp(ELECT, &elected, line);

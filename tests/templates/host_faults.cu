@@ -1,0 +1,452 @@
+// Kernels that are right, and the same with one fault planted, for tests/templates/test_host_faults.py.
+#include "ptx_host.hpp"
+
+extern "C" struct Arguments {
+  CUtensorMap map;        // (1, 1, 64, 8) of 16-bit elements: boxes of 8 rows of 16 bytes
+  CUtensorMap wide;       // (1, 1, 64, 64), swizzled by 128 bytes: boxes of 8 rows of 128 bytes
+  float* readable;        // (256)
+  float* writable;        // (256)
+  uint32_t expected;      // bytes of a box of `map`: 128
+};
+
+namespace {
+
+constexpr uint32_t TILE = 0, BARRIER = 4096, SHARED_BYTES = 4096 + 16;
+constexpr unsigned THREADS = 64;
+
+uint32_t tile() { return ptx::shared_memory_base() + TILE; }
+uint32_t barrier() { return ptx::shared_memory_base() + BARRIER; }
+bool first() { return threadIdx.x == 0; }
+uint32_t lane_row() { return tile() + threadIdx.x % 8 * 16; }
+
+uint32_t read(uint32_t address) {
+  uint32_t fragment[4];
+  ptx::ldmatrix_x4(fragment, address);
+  return fragment[0];
+}
+
+void write_tile() {
+  for (uint32_t i = threadIdx.x; i < 1024; i += THREADS) ptx::store_shared(tile() + 4 * i, i);
+}
+
+void init_barrier(uint32_t arrivals = 1) {
+  if (first()) {
+    ptx::mbarrier_init(barrier(), arrivals);
+    ptx::mbarrier_fence_init();
+  }
+  ptx::sync_threads();
+}
+
+void copy(const Arguments& a, uint32_t bytes, uint32_t offset = 0) {
+  ptx::mbarrier_arrive_expect_tx(barrier(), bytes);
+  ptx::tma_load_4d(tile() + offset, &a.map, 0, 0, 0, 0, barrier());
+}
+
+// ---- addresses ----
+
+template <bool FAULT>
+__global__ void shared_read_outside(const __grid_constant__ Arguments) {
+  write_tile();
+  ptx::sync_threads();
+  read(FAULT && threadIdx.x == 37 ? tile() + SHARED_BYTES : lane_row());
+}
+
+template <bool FAULT>
+__global__ void shared_write_outside(const __grid_constant__ Arguments) {
+  ptx::store_shared(FAULT ? tile() - 4 * (1 + threadIdx.x) : tile() + 4 * threadIdx.x, 1);
+}
+
+template <bool FAULT>
+__global__ void global_read_outside(const __grid_constant__ Arguments a) {
+  ptx::load_global(a.readable + (FAULT ? 256 : 255));
+}
+
+template <bool FAULT>
+__global__ void global_read_across_the_end(const __grid_constant__ Arguments a) {
+  ptx::load_global(reinterpret_cast<const float4*>(a.readable + 256 - 4 + (FAULT ? 4 : 0)));
+}
+
+template <bool FAULT>
+__global__ void global_write_outside(const __grid_constant__ Arguments a) {
+  ptx::store_global(a.writable - (FAULT ? 1 : 0), 1.0f);
+}
+
+template <bool FAULT>
+__global__ void global_add_outside(const __grid_constant__ Arguments a) {
+  ptx::reduce_add_global(a.writable + (FAULT ? 256 : 254), make_float2(1, 1));
+}
+
+template <bool FAULT>
+__global__ void write_of_an_input(const __grid_constant__ Arguments a) {
+  ptx::store_global(FAULT ? a.readable : a.writable, 1.0f);
+}
+
+template <bool FAULT>
+__global__ void misaligned_vector(const __grid_constant__ Arguments a) {
+  ptx::load_global(reinterpret_cast<const float4*>(a.readable + (FAULT ? 1 : 4)));
+}
+
+template <bool FAULT>
+__global__ void misaligned_add(const __grid_constant__ Arguments a) {
+  ptx::reduce_add_global(a.writable + (FAULT ? 2 : 4), make_float4(1, 2, 3, 4));
+}
+
+template <bool FAULT>
+__global__ void misaligned_ldmatrix(const __grid_constant__ Arguments) {
+  write_tile();
+  ptx::sync_threads();
+  read(lane_row() + (FAULT ? 8 : 0));
+}
+
+template <bool FAULT>
+__global__ void misaligned_copy(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) copy(a, a.expected, FAULT ? 64 : 128);
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+template <bool FAULT>
+__global__ void copy_off_its_pattern(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) {
+    ptx::mbarrier_arrive_expect_tx(barrier(), 1024);
+    ptx::tma_load_4d(tile() + (FAULT ? 128 : 1024), &a.wide, 0, 0, 0, 0, barrier());
+  }
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+template <bool FAULT>
+__global__ void copy_from_outside(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) {
+    ptx::mbarrier_arrive_expect_tx(barrier(), 1024);
+    ptx::tma_load_4d(tile(), &a.wide, 0, FAULT ? 8 : 64, 0, 0, barrier());  // from row 64 on: past the end, zeros
+  }
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+// ---- what shared memory holds ----
+
+template <bool FAULT>
+__global__ void read_of_nothing(const __grid_constant__ Arguments) {
+  if (!FAULT || threadIdx.x != 5) ptx::store_shared(tile() + 4 * threadIdx.x, 1);
+  ptx::sync_threads();
+  read(lane_row());
+}
+
+template <bool FAULT>
+__global__ void read_before_the_wait(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) copy(a, a.expected);
+  if (!FAULT) ptx::mbarrier_wait(barrier(), 0);
+  ptx::sync_threads();
+  read(lane_row());
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+template <bool FAULT>
+__global__ void wait_of_another_thread(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) {
+    copy(a, a.expected);
+    ptx::mbarrier_wait(barrier(), 0);
+  }
+  if (!FAULT) ptx::sync_threads();
+  if (threadIdx.x < 32) read(lane_row());
+}
+
+template <bool FAULT>
+__global__ void wait_for_the_wrong_phase(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) copy(a, a.expected);
+  ptx::mbarrier_wait(barrier(), 0);
+  ptx::sync_threads();
+  if (first()) copy(a, a.expected);
+  ptx::mbarrier_wait(barrier(), FAULT ? 0 : 1);
+  read(lane_row());
+}
+
+template <bool FAULT>
+__global__ void wait_that_passes_at_once(const __grid_constant__ Arguments a) {
+  init_barrier();
+  ptx::mbarrier_wait(barrier(), 1);  // of the phase before the first: passes
+  ptx::sync_threads();
+  if (first()) copy(a, a.expected);
+  if (!FAULT) ptx::mbarrier_wait(barrier(), 0);
+  read(lane_row());
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+template <bool FAULT>
+__global__ void write_over_an_mbarrier(const __grid_constant__ Arguments) {
+  init_barrier();
+  if (first()) ptx::store_shared(barrier() + (FAULT ? 4 : 8), 0);
+}
+
+template <bool FAULT>
+__global__ void read_of_an_mbarrier(const __grid_constant__ Arguments) {
+  init_barrier();
+  write_tile();
+  ptx::sync_threads();
+  read(FAULT ? barrier() : lane_row());
+}
+
+// ---- barriers ----
+
+template <bool FAULT>
+__global__ void barrier_without_an_exited_thread(const __grid_constant__ Arguments) {
+  if (FAULT && threadIdx.x == 63) return;
+  ptx::sync_threads();
+}
+
+template <bool FAULT>
+__global__ void barrier_in_a_branch(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) copy(a, a.expected);
+  if (threadIdx.x < 32 || !FAULT)
+    ptx::sync_threads();
+  else
+    ptx::mbarrier_wait(barrier(), 1), ptx::mbarrier_wait(barrier(), 1);
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+template <bool FAULT>
+__global__ void mbarrier_that_never_completes(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) copy(a, a.expected + (FAULT ? 16 : 0));
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+template <bool FAULT>
+__global__ void more_arrivals_than_the_count(const __grid_constant__ Arguments a) {
+  init_barrier(FAULT ? 63 : 64);
+  ptx::mbarrier_arrive_expect_tx(barrier(), a.expected / THREADS);
+  ptx::sync_threads();
+  if (first()) ptx::tma_load_4d(tile(), &a.map, 0, 0, 0, 0, barrier());
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+template <bool FAULT>
+__global__ void more_bytes_than_expected(const __grid_constant__ Arguments a) {
+  init_barrier(2);
+  if (first()) {
+    copy(a, a.expected - (FAULT ? 16 : 0));
+    ptx::mbarrier_arrive_expect_tx(barrier(), 0);
+  }
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+template <bool FAULT>
+__global__ void bytes_left_at_exit(const __grid_constant__ Arguments) {
+  init_barrier();
+  if (first()) ptx::mbarrier_arrive_expect_tx(barrier(), FAULT ? 16 : 0);
+}
+
+template <bool FAULT>
+__global__ void copy_in_flight_at_exit(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) {
+    copy(a, a.expected);
+    if (!FAULT) ptx::mbarrier_wait(barrier(), 0);
+  }
+}
+
+template <bool FAULT>
+__global__ void mbarrier_not_initialised(const __grid_constant__ Arguments) {
+  init_barrier();
+  if (first()) ptx::mbarrier_arrive_expect_tx(barrier() + (FAULT ? 8 : 0), 0);
+}
+
+template <bool FAULT>
+__global__ void mbarrier_initialised_by_another_thread(const __grid_constant__ Arguments) {
+  if (first()) ptx::mbarrier_init(barrier(), 64);
+  if (!FAULT) ptx::sync_threads();
+  ptx::mbarrier_arrive_expect_tx(barrier(), 0);
+}
+
+template <bool FAULT>
+__global__ void mbarrier_initialised_twice(const __grid_constant__ Arguments) {
+  init_barrier();
+  if (FAULT) init_barrier();
+}
+
+template <bool FAULT>
+__global__ void copy_without_the_fence(const __grid_constant__ Arguments a) {
+  if (first()) {
+    ptx::mbarrier_init(barrier(), 1);
+    if (!FAULT) ptx::mbarrier_fence_init();
+    copy(a, a.expected);
+  }
+  ptx::sync_threads();
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+// ---- a warp's instructions ----
+
+template <bool FAULT>
+__global__ void half_a_warp(const __grid_constant__ Arguments) {
+  if (!FAULT || threadIdx.x % 32 < 16) ptx::shuffle_xor(1.0f, 1);
+}
+
+template <bool FAULT>
+__global__ void half_a_warp_at_a_barrier(const __grid_constant__ Arguments) {
+  if (!FAULT || threadIdx.x % 32 >= 16) ptx::shuffle_xor(1.0f, 1);
+  ptx::sync_threads();
+}
+
+template <bool FAULT>
+__global__ void two_places_in_one_warp(const __grid_constant__ Arguments) {
+  if (FAULT && threadIdx.x % 2)
+    ptx::shuffle_xor(1.0f, 1);
+  else
+    ptx::shuffle_xor(2.0f, 1);
+}
+
+template <bool FAULT>
+__global__ void half_a_warp_waits_forever(const __grid_constant__ Arguments) {
+  init_barrier();
+  if (FAULT && threadIdx.x == 7) ptx::mbarrier_wait(barrier(), 0);
+  ptx::elect_one();
+}
+
+// ---- races, found where they are looked for ----
+
+template <bool FAULT>
+__global__ void race_of_write_and_read(const __grid_constant__ Arguments) {
+  write_tile();
+  if (!FAULT) ptx::sync_threads();
+  if (threadIdx.x >= 32) read(lane_row());
+}
+
+template <bool FAULT>
+__global__ void race_of_two_writes(const __grid_constant__ Arguments) {
+  ptx::store_shared(tile() + 4 * (FAULT ? threadIdx.x / 2 : threadIdx.x), 1);
+}
+
+template <bool FAULT>
+__global__ void race_of_read_and_write(const __grid_constant__ Arguments) {
+  write_tile();
+  ptx::sync_threads();
+  read(lane_row());
+  if (!FAULT) ptx::sync_threads();
+  if (threadIdx.x == 63) ptx::store_shared(tile(), 1);
+}
+
+template <bool FAULT>
+__global__ void race_of_read_and_copy(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) copy(a, a.expected);
+  ptx::mbarrier_wait(barrier(), 0);
+  read(lane_row());
+  if (!FAULT) ptx::sync_threads();
+  if (threadIdx.x == 32) copy(a, a.expected);
+  ptx::mbarrier_wait(barrier(), 1);
+}
+
+template <bool FAULT>
+__global__ void race_of_copy_and_write(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) copy(a, a.expected);
+  if (!FAULT) ptx::mbarrier_wait(barrier(), 0);
+  if (threadIdx.x == 40) ptx::store_shared(tile(), 1);
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
+// Threads hand work on through an mbarrier alone: each arrives once it has written, who waits may read.
+template <bool FAULT>
+__global__ void race_past_an_mbarrier(const __grid_constant__ Arguments) {
+  init_barrier(64);
+  write_tile();
+  ptx::mbarrier_arrive_expect_tx(barrier(), 0);
+  if (FAULT && threadIdx.x == 9) ptx::store_shared(tile() + 36, 1);
+  ptx::mbarrier_wait(barrier(), 0);
+  read(lane_row());
+}
+
+#define CASE(name) {#name, {name<false>, name<true>}}
+
+struct Case {
+  const char* name;
+  void (*kernels[2])(Arguments);
+} const CASES[] = {
+    CASE(shared_read_outside),
+    CASE(shared_write_outside),
+    CASE(global_read_outside),
+    CASE(global_read_across_the_end),
+    CASE(global_write_outside),
+    CASE(global_add_outside),
+    CASE(write_of_an_input),
+    CASE(misaligned_vector),
+    CASE(misaligned_add),
+    CASE(misaligned_ldmatrix),
+    CASE(misaligned_copy),
+    CASE(copy_off_its_pattern),
+    CASE(copy_from_outside),
+    CASE(read_of_nothing),
+    CASE(read_before_the_wait),
+    CASE(wait_of_another_thread),
+    CASE(wait_for_the_wrong_phase),
+    CASE(wait_that_passes_at_once),
+    CASE(write_over_an_mbarrier),
+    CASE(read_of_an_mbarrier),
+    CASE(barrier_without_an_exited_thread),
+    CASE(barrier_in_a_branch),
+    CASE(mbarrier_that_never_completes),
+    CASE(more_arrivals_than_the_count),
+    CASE(more_bytes_than_expected),
+    CASE(bytes_left_at_exit),
+    CASE(copy_in_flight_at_exit),
+    CASE(mbarrier_not_initialised),
+    CASE(mbarrier_initialised_by_another_thread),
+    CASE(mbarrier_initialised_twice),
+    CASE(copy_without_the_fence),
+    CASE(half_a_warp),
+    CASE(half_a_warp_at_a_barrier),
+    CASE(two_places_in_one_warp),
+    CASE(half_a_warp_waits_forever),
+    CASE(race_of_write_and_read),
+    CASE(race_of_two_writes),
+    CASE(race_of_read_and_write),
+    CASE(race_of_read_and_copy),
+    CASE(race_of_copy_and_write),
+    CASE(race_past_an_mbarrier),
+};
+
+}  // namespace
+
+extern "C" {
+
+const char* error_text(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+
+const char* case_name(unsigned index) { return index < sizeof CASES / sizeof *CASES ? CASES[index].name : nullptr; }
+
+// `input` holds 64 rows of 8 elements, then 8 of the 64 rows of 64 elements that `wide` promises; all of it is registered,
+// and so are the floats.
+int run_case(unsigned index, int fault, void* input, float* readable, float* writable) {
+  Arguments arguments = {};
+  const uint64_t sizes[4] = {8, 64, 1, 1}, wide_sizes[4] = {64, 64, 1, 1};
+  const uint64_t strides[3] = {16, 1024, 1024}, wide_strides[3] = {128, 8192, 8192};
+  const uint32_t box[4] = {8, 8, 1, 1}, wide_box[4] = {64, 8, 1, 1}, ones[4] = {1, 1, 1, 1};
+  void* wide_input = static_cast<char*>(input) + 1024;
+  if (cuTensorMapEncodeTiled(&arguments.map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, input, sizes, strides, box, ones,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) ||
+      cuTensorMapEncodeTiled(&arguments.wide, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, wide_input, wide_sizes, wide_strides,
+                             wide_box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
+    return -1;
+  arguments.readable = readable;
+  arguments.writable = writable;
+  arguments.expected = 128;
+  bwdtune_host_clear();
+  bwdtune_host_register(input, 1024 + 8 * 128, 0);
+  bwdtune_host_register(readable, 1024, 0);
+  bwdtune_host_register(writable, 1024, 1);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(2);
+  config.blockDim = dim3(THREADS);
+  config.dynamicSmemBytes = SHARED_BYTES;
+  return cudaLaunchKernelEx(&config, CASES[index].kernels[fault], arguments);
+}
+
+}  // extern "C"

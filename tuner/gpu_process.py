@@ -1,4 +1,4 @@
-"""The process that owns the GPU: loads kernels, checks and times them when its parent asks. See `worker` for the parent."""
+"""The process that owns the GPU: loads kernels, checks and times them when its parent, `worker`, asks."""
 
 from __future__ import annotations
 

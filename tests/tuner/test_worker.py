@@ -112,7 +112,7 @@ def test_a_gpu_that_is_not_there() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with Worker("cuda:0") as worker, pytest.raises(WorkerError, match="PyTorch .* (built without CUDA|sees no GPU)"):
+    with Worker("cuda:0") as worker, pytest.raises(WorkerError, match=r"PyTorch .* (built without CUDA|sees no GPU)"):
         worker.verify(PROBLEM, variant())
 
 

@@ -1,0 +1,181 @@
+"""Which kernel computes a problem here: asks the database for the winner and compiles it on first use."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..gen.build import build_one
+from ..gen.config import Config
+from ..gen.device import Device
+from ..gen.errors import BwdtuneError
+from ..gen.problem import Problem
+from ..gen.render import render
+from ..gen.space import refusal
+from .gpu import current_device, gpu_key
+from .kernel import Kernel
+
+if TYPE_CHECKING:
+    from ..db.records import Winner
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes a problem.
+
+    Attributes:
+        kernel: Ready to be launched; None where PyTorch's backward has to do.
+        reason: One line: whose winner it is, or why there is none.
+    """
+
+    kernel: Kernel | None
+    reason: str
+
+
+def choose(problem: Problem, device_index: int) -> Choice:
+    """The kernel of the stored winner, compiled into the cache on first use.
+
+    The problem's own winner on this kind of GPU comes first. Where there is none, or it cannot be used, winners of the
+    same dtype, head_dim and mask follow, the nearest first: the distance is the sum of ``|log2(ratio)|`` of Sq, of Skv,
+    of B * Hq and of Hq / Hkv. A winner can be used if its configuration is valid for this problem's sizes, and its
+    source is, letter for letter, the one that was verified.
+
+    The database is read once in a process, and a problem decided once; later calls cost a dictionary's lookup. Safe
+    between threads, and after a fork. Trouble with the database, the compiler or the cache is a reason, never an
+    exception.
+
+    Args:
+        problem: What is to be computed.
+        device_index: CUDA's ordinal of the GPU.
+    """
+    key = (problem, device_index)
+    found = _choices.get(key)
+    if found is None:
+        with _State.lock:
+            found = _choices.get(key)
+            if found is None:
+                found = _choices[key] = _choose(problem, device_index)
+    return found
+
+
+def forget() -> None:
+    """Has the database read again: winners that were stored meanwhile count from now on."""
+    with _State.lock:
+        _choices.clear()
+        _winners.cache_clear()
+        _compiled.cache_clear()
+
+
+class _State:
+    """The lock, where a fork can replace it: one that another thread holds is never released in the child."""
+
+    lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    _State.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+_choices: dict[tuple[Problem, int], Choice] = {}
+
+
+def _choose(problem: Problem, device_index: int) -> Choice:
+    try:
+        device = current_device(device_index)
+    except BwdtuneError as error:
+        return Choice(None, str(error))
+    stored, reason = _winners()
+    for winner in _nearest(problem, device, stored):
+        name = f"the winner of {winner.problem.label}"
+        kernel = _usable(problem, device, winner)
+        if isinstance(kernel, Kernel):
+            return Choice(kernel, name)
+        reason = reason or f"{name} cannot be used: {kernel}"
+    return Choice(
+        None,
+        reason or f"no winner is stored for {problem.label} or one like it on {device.name}: run `tuner search`",
+    )
+
+
+@functools.cache
+def _winners() -> tuple[tuple[Winner, ...], str]:
+    """All that are stored, and where they cannot be read the reason."""
+    from ..db.errors import NoDatabase
+    from ..db.store import Store  # SQLAlchemy is loaded by those who need it
+
+    try:
+        store = Store.open(read_only=True)
+        try:
+            return tuple(store.winners()), ""
+        finally:
+            store.close()
+    except NoDatabase:  # as good as an empty one
+        return (), ""
+    except (BwdtuneError, OSError) as error:
+        return (), str(error)
+
+
+def _nearest(problem: Problem, device: Device, stored: tuple[Winner, ...]) -> list[Winner]:
+    """The winners of this kind of problem on this kind of GPU, the problem's own first."""
+    gpu = gpu_key(device)
+    return sorted(
+        (winner for winner in stored if winner.environment.gpu == gpu and _kind(winner.problem) == _kind(problem)),
+        # Of two for the same problem the one that was found without another card's limits.
+        key=lambda winner: (winner.problem != problem, _distance(winner.problem, problem), winner.limits is not None),
+    )
+
+
+def _usable(problem: Problem, device: Device, winner: Winner) -> Kernel | str:
+    """The winner's kernel, or why this problem cannot have it."""
+    reason = refusal(problem, winner.config, device)
+    if reason:
+        return reason
+    kernel = _compiled(_kind(problem), winner.config, winner.source_hash, device.arch)
+    if isinstance(kernel, Kernel):
+        try:  # it refuses sizes that it cannot count
+            kernel.workspace_bytes(
+                problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_kv
+            )
+        except BwdtuneError as error:
+            return str(error)
+    return kernel
+
+
+@functools.cache
+def _compiled(kind: Problem, config: Config, source_hash: str, arch: str) -> Kernel | str:
+    """A kernel that was verified, compiled and loaded; or why there is none."""
+    source = render(kind, config)
+    if source.hash != source_hash:
+        return "its templates have changed since it was verified; search again"
+    _log.info("compiling %s for %s, if the cache does not have it", source.name, arch)
+    try:
+        variant = build_one(source, arch)
+        assert variant.library, "build_one raises where there is none"
+        return Kernel.load(variant.library)
+    except (BwdtuneError, OSError) as error:
+        return str(error)
+
+
+def _kind(problem: Problem) -> Problem:
+    """What a kernel is generated for: the problem without its sizes."""
+    return problem.resized(batch=1, heads_q=1, heads_kv=1, seqlen_q=1, seqlen_kv=1)
+
+
+def _distance(a: Problem, b: Problem) -> float:
+    def measures(problem: Problem) -> tuple[float, ...]:
+        return (
+            problem.seqlen_q,
+            problem.seqlen_kv,
+            problem.batch * problem.heads_q,
+            problem.heads_q / problem.heads_kv,
+        )
+
+    return sum(abs(math.log2(x / y)) for x, y in zip(measures(a), measures(b), strict=True))

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bwdtune.gen.config import PRESETS, Config, MmaConfig, config_from_dict, parse_config, preset_name
+from bwdtune.gen.errors import UsageError
+from hypothesis import given
+from hypothesis import strategies as st
+
+configs = st.builds(
+    MmaConfig, **{name: st.sampled_from(choices) for name, choices in MmaConfig.choices.items()}
+)  # type: ignore[arg-type]
+
+
+@given(configs)
+def test_an_id_names_one_configuration(config: Config) -> None:
+    assert parse_config(config.id) == config
+
+
+@given(configs)
+def test_what_is_stored_is_what_is_read(config: Config) -> None:
+    assert config_from_dict(config.to_dict()) == config
+
+
+def test_presets_are_the_write_ups_kernels() -> None:
+    assert [(c.block_q, c.block_kv, c.warps_per_row_group, c.stages, c.num_warps) for c in PRESETS.values()] == [
+        (64, 64, 4, 1, 16),
+        (64, 64, 2, 1, 8),
+        (32, 64, 4, 2, 8),
+    ]
+    for name, config in PRESETS.items():
+        assert parse_config(name) == config
+        assert preset_name(config) == name
+    assert preset_name(MmaConfig(16, 32, 1)) is None
+
+
+def test_a_row_of_before_a_parameter_existed_means_what_kernels_did_then() -> None:
+    stored = PRESETS["v3"].to_dict()
+    del stored["unroll_dq"]
+    assert config_from_dict(stored) == PRESETS["v3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"family": "cutlass"}, "unknown kernel family"),
+        ({"family": None}, "unknown kernel family"),
+        ({"block_q": 48}, "block_q is 48"),
+        ({"block_q": "64"}, "block_q is '64'"),
+        ({"block_q": "64; system()"}, "block_q is"),
+        ({"block_q": True}, "block_q is True"),
+        ({"k_in_registers": 1}, "k_in_registers is 1"),
+        ({"block_q": None}, "block_q is None"),
+        ({"surprise": 1}, "unknown or missing parameters: surprise"),
+    ],
+)
+def test_nothing_stored_is_trusted(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        config_from_dict(PRESETS["v1"].to_dict() | change)
+
+
+def test_a_needed_parameter_must_be_there() -> None:
+    stored = PRESETS["v1"].to_dict()
+    del stored["block_kv"]
+    with pytest.raises(UsageError, match="unknown or missing parameters: block_kv"):
+        config_from_dict(stored)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "v4",
+        "",
+        "mma",
+        "mma_q64",
+        "wgmma_q64_kv64",
+        PRESETS["v1"].id + "_x1",
+        PRESETS["v1"].id.replace("q64", "q65"),
+        PRESETS["v1"].id.replace("_k1", ""),
+        PRESETS["v1"].id.replace("q64_kv64", "kv64_q64"),
+    ],
+)
+def test_an_unknown_name_is_refused(text: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_config(text)
+    assert "\n" not in str(refused.value)

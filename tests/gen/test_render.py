@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+
+import pytest
+from bwdtune.gen.config import PRESETS, MmaConfig
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render, template_hash
+
+SEED = Problem.parse("8_16_4096_128", causal=True)
+
+
+def code(problem: Problem, config: MmaConfig) -> str:
+    """The rendered text without the lines that name the configuration."""
+    return "\n".join(line for line in render(problem, config).text.splitlines() if config.id not in line)
+
+
+@pytest.mark.parametrize("name", MmaConfig.choices)
+def test_each_value_of_a_parameter_changes_the_code(name: str) -> None:
+    texts = [code(SEED, dataclasses.replace(PRESETS["v2"], **{name: value})) for value in MmaConfig.choices[name]]
+    assert all(a != b for a, b in itertools.combinations(texts, 2))
+
+
+def test_dtype_head_dim_and_mask_change_the_code() -> None:
+    problems = [
+        Problem.parse(f"8_16_4096_{head_dim}", dtype=dtype, causal=causal)
+        for head_dim in (64, 128)
+        for dtype in ("bf16", "fp16")
+        for causal in (False, True)
+    ]
+    texts = [code(problem, PRESETS["v3"]) for problem in problems]
+    assert len(set(texts)) == len(problems)
+
+
+def test_sizes_do_not_change_the_text() -> None:
+    other = Problem("bf16", 1, 32, 8, 77, 1000, 128, causal=True)
+    assert render(other, PRESETS["v3"]) == render(SEED, PRESETS["v3"])
+
+
+def test_rendering_is_the_same_in_another_process() -> None:
+    program = (
+        "from bwdtune.gen.config import PRESETS; from bwdtune.gen.problem import Problem;"
+        "from bwdtune.gen.render import render, template_hash;"
+        "print(render(Problem.parse('8_16_4096_128', causal=True), PRESETS['v1']).hash, template_hash())"
+    )
+    hashes = [
+        subprocess.run(
+            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, text=True, capture_output=True, check=True
+        ).stdout.split()
+        for seed in ("0", "1")
+    ]
+    assert hashes[0] == hashes[1] == [render(SEED, PRESETS["v1"]).hash, template_hash()]
+
+
+def test_one_file_is_the_whole_product() -> None:
+    text = render(SEED, PRESETS["v1"]).text
+    outside = {line for line in text.splitlines() if line.startswith("#include")}
+    assert outside == {
+        '#include "ptx_host.hpp"',  # of the host target alone
+        "#include <cuda.h>",
+        "#include <cuda_runtime.h>",
+        "#include <math.h>",
+        "#include <stdint.h>",
+    }
+    assert "<<<" not in text
+    assert "torch" not in text
+
+
+def test_the_name_is_safe_for_files() -> None:
+    source = render(SEED, PRESETS["v3"])
+    assert source.name == f"bwdtune_{PRESETS['v3'].id}_bf16_d128_causal"
+    assert source.name.replace("_", "").isalnum()

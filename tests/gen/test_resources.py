@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+from bwdtune.gen.config import PRESETS
+from bwdtune.gen.device import H200, RTX_5090
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.resources import blocks_per_sm, estimate, occupancy
+
+SEED = Problem.parse("8_16_4096_128", causal=True)
+
+
+@pytest.mark.parametrize(("preset", "size"), [("v1", 81_936), ("v2", 81_936), ("v3", 73_744)])
+def test_shared_memory_of_the_presets_is_the_write_ups(preset: str, size: int) -> None:
+    assert estimate(SEED, PRESETS[preset]).shared_memory_bytes == size
+
+
+@pytest.mark.parametrize(("preset", "threads"), [("v1", 512), ("v2", 256), ("v3", 256)])
+def test_threads_of_the_presets(preset: str, threads: int) -> None:
+    assert estimate(SEED, PRESETS[preset]).threads == threads
+
+
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared_memory_bytes", "on_5090", "on_h200"),
+    [
+        (256, 255, 73_744, 1, 1),  # registers
+        (256, 128, 45_504, 2, 2),  # registers
+        (256, 64, 45_504, 2, 4),  # shared memory on the one, registers on the other
+        (256, 32, 0, 6, 8),  # threads
+        (128, 168, 1024, 3, 3),  # registers: 168 a thread are 21,504 a block
+        (512, 128, 81_936, 1, 1),
+        (512, 255, 0, 0, 0),  # not even one
+    ],
+)
+def test_blocks_of_an_sm(threads: int, registers: int, shared_memory_bytes: int, on_5090: int, on_h200: int) -> None:
+    needs = {"threads": threads, "registers": registers, "shared_memory_bytes": shared_memory_bytes}
+    assert blocks_per_sm(RTX_5090, **needs) == on_5090
+    assert blocks_per_sm(H200, **needs) == on_h200
+    assert occupancy(H200, **needs) == on_h200 * threads / 2048

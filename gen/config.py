@@ -15,7 +15,7 @@ MMA_DEPTH = 16  # k
 
 @dataclass(frozen=True, order=True)
 class MmaConfig:
-    """A point of the ``mma`` family (``templates/backward_mma.cu.j2``). All of it is tuning: none of it changes the result.
+    """A point of the ``mma`` family (``templates/backward_mma.cu.j2``). All tuning: none of it changes the result.
 
     Attributes:
         block_q: Rows of a Q/dO tile (B_r).
@@ -152,9 +152,7 @@ def parse_config(text: str) -> Config:
                     for name, short in _ABBREVIATIONS.items()
                 }
             )
-    raise UsageError(
-        f"unknown configuration {text!r}: use {', '.join(PRESETS)} or an id such as {PRESETS['v2'].id}"
-    )
+    raise UsageError(f"unknown configuration {text!r}: use {', '.join(PRESETS)} or an id such as {PRESETS['v2'].id}")
 
 
 def preset_name(config: Config) -> str | None:

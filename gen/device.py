@@ -96,8 +96,8 @@ HOST = Device(
     peak_tflops=1.0,
     bandwidth_tb_s=1.0,
 )
-"""The CPU that executes a kernel as plain C++, with an H200's limits so that every kernel runs there. It has no peak: its
-rates are placeholders and no percentage is taken of them."""
+"""The CPU that executes a kernel as plain C++, with an H200's limits so that every kernel runs there. It has no peak:
+its rates are placeholders, and no percentage is taken of them."""
 
 KNOWN_DEVICES = (RTX_5090, H200, H100, HOST)
 _BY_ARCH = {"sm_120": RTX_5090, "sm_120a": RTX_5090, "sm_90": H200, "sm_90a": H200, HOST_ARCH: HOST}

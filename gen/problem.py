@@ -67,9 +67,7 @@ class Problem:
         """
         parts = shape.split("_")
         if len(parts) not in (4, 5) or not all(part.isascii() and part.isdecimal() for part in parts):
-            raise UsageError(
-                f"malformed shape {shape!r}: write B_H_S_D or B_HQ_HKV_S_D, such as 8_16_4096_128"
-            )
+            raise UsageError(f"malformed shape {shape!r}: write B_H_S_D or B_HQ_HKV_S_D, such as 8_16_4096_128")
         numbers = [int(part) for part in parts]
         batch, heads_q, seqlen, head_dim = numbers[0], numbers[1], numbers[-2], numbers[-1]
         heads_kv = numbers[2] if len(numbers) == 5 else heads_q
@@ -79,9 +77,7 @@ class Problem:
     def shape(self) -> str:
         """``B_H_S_D`` or ``B_HQ_HKV_S_D``; where Sq and Skv differ, S is written ``SQxSKV``."""
         heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}_{self.heads_kv}"
-        seqlen = (
-            f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"{self.seqlen_q}x{self.seqlen_kv}"
-        )
+        seqlen = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"{self.seqlen_q}x{self.seqlen_kv}"
         return f"{self.batch}_{heads}_{seqlen}_{self.head_dim}"
 
     @property
@@ -143,6 +139,4 @@ class Problem:
 
     def resized(self, *, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_kv: int) -> Problem:
         """The same kind of problem (dtype, head_dim, mask) at other sizes."""
-        return replace(
-            self, batch=batch, heads_q=heads_q, heads_kv=heads_kv, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv
-        )
+        return replace(self, batch=batch, heads_q=heads_q, heads_kv=heads_kv, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)

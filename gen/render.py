@@ -52,15 +52,13 @@ def render(problem: Problem, config: Config) -> Source:
     Depends on the problem's dtype, head_dim and mask, and on the configuration; on nothing else.
     """
     template = environment().get_template(f"backward_{config.family}.cu.j2")
-    text = template.render(
-        dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal, config=config
-    )
+    text = template.render(dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal, config=config)
     return Source(problem_kind(problem), config, text)
 
 
 @functools.cache
 def template_hash() -> str:
-    """A hash of all files that a kernel is rendered from: another hash means that stored timings are of other kernels."""
+    """A hash of all files that a kernel is rendered from: under another one, stored timings are of other kernels."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in ("*.j2", "*.cuh", "*.h") for path in TEMPLATES.glob(pattern)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

@@ -84,7 +84,5 @@ def blocks_per_sm(device: Device, *, threads: int, registers: int, shared_memory
 
 def occupancy(device: Device, *, threads: int, registers: int, shared_memory_bytes: int) -> float:
     """Resident threads over the most an SM holds, 0 to 1."""
-    blocks = blocks_per_sm(
-        device, threads=threads, registers=registers, shared_memory_bytes=shared_memory_bytes
-    )
+    blocks = blocks_per_sm(device, threads=threads, registers=registers, shared_memory_bytes=shared_memory_bytes)
     return blocks * threads / device.max_threads_per_sm

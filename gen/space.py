@@ -53,9 +53,7 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
             f"{device.shared_memory_per_block_bytes:,}"
         )
     blocks = config.min_blocks_per_sm
-    registers = min(
-        device.registers_per_sm // (config.threads * blocks) // 8 * 8, device.max_registers_per_thread
-    )
+    registers = min(device.registers_per_sm // (config.threads * blocks) // 8 * 8, device.max_registers_per_thread)
     if needs.registers > registers:
         return (
             f"about {needs.registers} registers a thread: {blocks} block{'s' if blocks > 1 else ''} of "
@@ -108,7 +106,7 @@ def refused_configs(problem: Problem, device: Device) -> dict[Config, str]:
 
 
 def space_hash() -> str:
-    """Changes where the parameters, their choices or the templates do: a study of another space cannot be gone on with."""
+    """Changes where the parameters, their choices or the templates do: a study of another space cannot go on."""
     parameters = {family: config_type.choices for family, config_type in FAMILIES.items()}
     text = json.dumps([parameters, template_hash()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_SPACE_HASH_DIGITS]

@@ -3,14 +3,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bwdtune.gen.config import PRESETS, Config, MmaConfig, config_from_dict, parse_config, preset_name
-from bwdtune.gen.errors import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
 
-configs = st.builds(
-    MmaConfig, **{name: st.sampled_from(choices) for name, choices in MmaConfig.choices.items()}
-)  # type: ignore[arg-type]
+from bwdtune.gen.config import PRESETS, Config, MmaConfig, config_from_dict, parse_config, preset_name
+from bwdtune.gen.errors import UsageError
+
+configs = st.builds(MmaConfig, **{name: st.sampled_from(choices) for name, choices in MmaConfig.choices.items()})  # type: ignore[arg-type]
 
 
 @given(configs)

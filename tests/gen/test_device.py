@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bwdtune.gen.device import H200, HOST, RTX_5090, device_for_arch, device_from_properties
 from bwdtune.gen.errors import UsageError
 

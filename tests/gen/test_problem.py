@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from bwdtune.gen.errors import UsageError
-from bwdtune.gen.problem import Problem
 from hypothesis import given
 from hypothesis import strategies as st
+
+from bwdtune.gen.errors import UsageError
+from bwdtune.gen.problem import Problem
 
 
 def test_the_write_ups_shape_has_its_flops_and_bytes() -> None:

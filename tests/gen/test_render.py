@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from bwdtune.gen.config import PRESETS, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render, template_hash

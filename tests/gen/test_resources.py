@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.problem import Problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bwdtune.gen.build import Variant, build
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import H200, RTX_5090, Device
@@ -10,7 +11,6 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.gen.resources import estimate
 from bwdtune.runtime.kernel import Kernel
-
 from tests.coverage import covering_configs
 
 DEVICES = (RTX_5090, H200)
@@ -27,7 +27,8 @@ def compiled(problem: Problem, configs: tuple[object, ...], device: Device) -> l
 def test_presets(device: Device) -> None:
     variants = compiled(SEED, tuple(PRESETS.values()), device)
     for name, variant in zip(PRESETS, variants, strict=True):
-        assert variant.resources and variant.library
+        assert variant.resources
+        assert variant.library
         if name != "v1":  # 512 threads leave 128 registers: the write-up's v1 spills too
             assert variant.resources.spill_bytes == 0
             assert variant.resources.stack_bytes == 0
@@ -44,7 +45,8 @@ def test_presets(device: Device) -> None:
 def test_v2_does_not_spill_on_a_5090(dtype: str, causal: bool) -> None:
     problem = Problem.parse("8_16_4096_128", dtype=dtype, causal=causal)
     (variant,) = compiled(problem, (PRESETS["v2"],), RTX_5090)
-    assert variant.resources and variant.resources.spill_bytes == 0
+    assert variant.resources
+    assert variant.resources.spill_bytes == 0
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
@@ -52,7 +54,8 @@ def test_v2_does_not_spill_on_a_5090(dtype: str, causal: bool) -> None:
 def test_every_value_of_every_parameter_compiles(device: Device, head_dim: int) -> None:
     problem = Problem.parse(f"8_16_4096_{head_dim}", causal=head_dim == 128)
     for variant in compiled(problem, covering_configs(problem, device), device):
-        assert variant.resources and variant.library
+        assert variant.resources
+        assert variant.library
         assert Kernel.load(variant.library).info.shared_memory_bytes == (
             estimate(problem, variant.source.config).shared_memory_bytes
         )

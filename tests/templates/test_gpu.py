@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from bwdtune.gen.build import build
 from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.problem import Problem
@@ -11,7 +12,6 @@ from bwdtune.gen.render import render
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel
 from bwdtune.tuner.verify import Verifier
-
 from tests.coverage import covering_configs
 
 pytestmark = pytest.mark.gpu
@@ -75,4 +75,5 @@ def test_dk_and_dv_are_the_same_bits_every_time(preset: str) -> None:
     first = run()
     for _ in range(50):
         again = run()
-        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])

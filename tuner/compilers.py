@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -14,7 +15,8 @@ Result = TypeVar("Result")
 class Compilers(Generic[Job, Result]):
     """A few threads that take jobs in the order in which they came, and hand the results out as they are ready.
 
-    Each job is a build of its own rather than a part of a batch, which would hold its quick members back for its slowest.
+    Each job is a build of its own rather than a part of a batch, which would hold its quick members back for its
+    slowest.
 
     Args:
         work: What is done with a job, in one of the threads.
@@ -25,7 +27,8 @@ class Compilers(Generic[Job, Result]):
         self._work = work
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Job, Result | BaseException]] = queue.SimpleQueue()
-        # Daemons: whoever ends the search does not wait for a compiler that may take minutes. It ends with this process.
+        # Daemons: whoever ends the search does not wait for a compiler that may take minutes. It ends with this
+        # process.
         self._threads = [
             threading.Thread(target=self._serve, name=f"compiler-{n}", daemon=True) for n in range(threads)
         ]
@@ -49,13 +52,15 @@ class Compilers(Generic[Job, Result]):
             raise result
         return job, result
 
-    def close(self) -> None:
-        """Starts none of the jobs that wait."""
-        while not self._jobs.empty():
-            try:
+    def forget_waiting(self) -> None:
+        """Takes back the jobs that were not begun."""
+        with contextlib.suppress(queue.Empty):
+            while True:
                 self._jobs.get_nowait()
-            except queue.Empty:
-                break
+
+    def close(self) -> None:
+        """Begins no further job."""
+        self.forget_waiting()
         for _ in self._threads:
             self._jobs.put(None)
 

@@ -1,8 +1,9 @@
 """Which configuration is tried next: Optuna's samplers, held to the valid configurations that were not tried yet.
 
-Two Optuna studies share the work. One in memory is asked and told; a sampler of our own hands it valid parameters only, so
-no trial of it is invalid. The other lies in the database and is a log: a trial is added to it when it has ended, in one
-transaction, so that a killed search leaves no half-open trial and another run can read what is settled.
+Two Optuna studies share the work. One in memory is asked and told; a sampler of our own hands it valid parameters
+only, so no trial of it is invalid. The other lies in the database and is a log: a trial is added to it when it has
+ended, in one transaction, so that a killed search leaves no half-open trial and another run can read what is
+settled.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Outcome:
     """What became of a candidate.
 
     Attributes:
-        state: ``measured``; ``refused`` by the compiler gate (it spills); ``failed`` (to compile, to verify, to run); or
-            ``unmeasured`` where it passed and nothing was there to time it.
+        state: ``measured``; ``refused`` by the compiler gate (it spills); ``failed`` (to compile, to verify, to
+            run); or ``unmeasured`` where it passed and nothing was there to time it.
         ms: The median time of a measured candidate, None for the others: no number stands in for a failure.
         reason: Why it was refused or failed, in one line.
     """
@@ -119,8 +120,8 @@ class StudyLog:
         storage: Optuna's storage.
         name: The study's name, which ends with the hash of the search space: choices that changed make another study.
         space_hash: That hash.
-        conditions: What a time depends on besides the configuration (driver, toolkit, policy, …). Trials made under other
-            conditions stay in the log but are not read back.
+        conditions: What a time depends on besides the configuration (driver, toolkit, policy, …). Trials made under
+            other conditions stay in the log but are not read back.
     """
 
     def __init__(self, storage: BaseStorage, name: str, *, space_hash: str, conditions: str) -> None:
@@ -132,7 +133,7 @@ class StudyLog:
         self._conditions = conditions
 
     def past(self) -> Iterator[tuple[Config, Outcome]]:
-        """The outcomes logged under the same conditions, oldest first. Rows that no longer name a configuration are skipped."""
+        """The outcomes logged under the same conditions, oldest first. What is no configuration today is left out."""
         for trial in self._study.get_trials(deepcopy=False):
             if trial.user_attrs.get(_CONDITIONS_ATTRIBUTE) != self._conditions or trial.state not in _OUTCOME_STATES:
                 continue
@@ -191,8 +192,8 @@ def _finished_trial(config: Config, outcome: Outcome, conditions: str = "") -> F
 def _choices() -> dict[str, list[Any]]:
     """The parameters as Optuna sees them: every choice that a family declares, valid for this problem or not.
 
-    The choices of one problem's valid configurations would be fewer, but a change in what is valid would then clash with the
-    choices that a study has stored.
+    The choices of one problem's valid configurations would be fewer, but a change in what is valid would then clash
+    with the choices that a study has stored.
     """
     choices: dict[str, list[Any]] = {"family": list(FAMILIES)}
     for family in FAMILIES.values():
@@ -208,9 +209,9 @@ def _distributions() -> dict[str, BaseDistribution]:
 class _ValidSampler(BaseSampler):
     """Answers Optuna with untried valid configurations only.
 
-    TPE knows nothing of validity: what it proposes is moved to the nearest untried valid configuration, where a step of one
-    parameter to its next choice is a distance of one. The trial holds the parameters that are really tried, so TPE learns
-    from the truth.
+    TPE knows nothing of validity: what it proposes is moved to the nearest untried valid configuration, where a
+    step of one parameter to its next choice is a distance of one. The trial holds the parameters that are really
+    tried, so TPE learns from the truth.
     """
 
     def __init__(self, configs: Sequence[Config], kind: str, seed: int | None, first: Sequence[Config]) -> None:

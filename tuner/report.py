@@ -105,14 +105,17 @@ class SearchResult:
         sampler: Which sampler chose.
         seed: Its seed.
         environment: Where it was measured; None where nothing was.
-        status: ``complete``; ``partial`` where it was interrupted; ``unmeasured`` where only arithmetic and compiler judged.
+        status: ``complete``; ``partial`` where it was interrupted; ``unmeasured`` where only arithmetic and
+            compiler judged.
         exhausted: Whether every valid configuration is settled.
         winner: The winner's row, or None.
-        rows: The final race: winner, finalists, presets and PyTorch's kernels, fastest first. Where nothing was measured: the survivors.
+        rows: The final race: winner, finalists, presets and PyTorch's kernels, fastest first. Where nothing was
+            measured: the survivors.
         counts: How many went which way.
         arithmetic_refusals: Kinds of refusal before compiling, and how often.
         failures: Candidates that the compiler gate refused or that failed, each with its reason.
-        seconds: Wall time by phase: ``compile`` (waiting for it), ``verify``, ``time``, ``overhead`` (all the rest), ``total``.
+        seconds: Wall time by phase: ``compile`` (waiting for it), ``verify``, ``time``, ``overhead`` (all the
+            rest), ``total``.
         notes: What else a person should know.
     """
 
@@ -131,6 +134,10 @@ class SearchResult:
     failures: tuple[tuple[Config, str], ...]
     seconds: Mapping[str, float]
     notes: tuple[str, ...] = ()
+
+    @property
+    def interrupted(self) -> bool:
+        return self.status == "partial"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of ``tuner search --json``."""
@@ -168,7 +175,7 @@ class SearchResult:
         table = Table(title=title, title_justify="left")
         table.add_column("kernel")
         table.add_column("configuration")
-        measured = self.status != "unmeasured"
+        measured = self.environment is not None
         headings = ["ms", "low to high", "TFLOPS", "% of peak", "max error"] if measured else ["occupancy"]
         for heading in (*headings, "registers", "spills, bytes", "shared memory, bytes", "threads"):
             table.add_column(heading, justify="right")
@@ -190,9 +197,9 @@ class SearchResult:
         """What was tried, what fell where and why, and where the time went: lines for people."""
         counts, lines = self.counts, list(self.notes)
         lines.append(
-            f"{counts.valid:,} valid configurations ({counts.refused_by_arithmetic:,} refused by arithmetic); decided now "
-            f"{counts.decided}: {counts.measured} measured, {counts.stored} from stored results, {counts.refused} refused by "
-            f"the compiler gate, {counts.failed} failed; settled earlier {counts.earlier}"
+            f"{counts.valid:,} valid configurations ({counts.refused_by_arithmetic:,} refused by arithmetic); "
+            f"decided now {counts.decided}: {counts.measured} measured, {counts.stored} from stored results, "
+            f"{counts.refused} refused by the compiler gate, {counts.failed} failed; settled earlier: {counts.earlier}"
         )
         if self.exhausted:
             lines.append("space exhausted: every valid configuration is settled")

@@ -1,0 +1,509 @@
+"""The search, with stand-ins for compiler and GPU: what is proposed, what is kept, and who may win."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+import search_fakes
+from rich.console import Console
+from search_fakes import (
+    ENVIRONMENT,
+    PROBLEM,
+    TINY,
+    TINY_PROBLEM,
+    FakeBench,
+    FakeBuilder,
+    Told,
+    cost_ms,
+    run_search,
+)
+
+from bwdtune.db.records import GpuKey, Winner
+from bwdtune.db.store import Store
+from bwdtune.gen.config import PRESETS, Config
+from bwdtune.gen.device import H200, RTX_5090
+from bwdtune.gen.errors import UsageError
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.space import refusal, valid_configs
+from bwdtune.tuner.candidates import SPILL_BOUND_BYTES
+from bwdtune.tuner.options import SAMPLERS, SearchOptions
+from bwdtune.tuner.search import PEERS
+from bwdtune.tuner.timing import SEARCH_POLICY
+from bwdtune.tuner.worker import WorkerError
+
+V1, V2, V3 = PRESETS.values()
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    return tmp_path / "results.sqlite"
+
+
+def stored_winner(database: Path, problem: Problem = PROBLEM, limits: str | None = None) -> Winner | None:
+    with closing(Store.open(database)) as store:
+        return store.winner(problem, ENVIRONMENT.gpu, limits)
+
+
+def trials(database: Path) -> list[optuna.trial.FrozenTrial]:
+    with closing(Store.open(database)) as store:
+        storage = store.optuna_storage()
+        return [
+            trial
+            for summary in optuna.get_all_study_summaries(storage)
+            for trial in optuna.load_study(study_name=summary.study_name, storage=storage).get_trials()
+        ]
+
+
+# What is proposed
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_only_valid_configurations_and_each_once(database: Path, sampler: str) -> None:
+    bench = FakeBench()
+    result = run_search(database, bench=bench, trials=40, sampler=sampler)
+    assert len(bench.verified) == len(set(bench.verified)) == 40
+    assert all(refusal(PROBLEM, config, H200) is None for config in bench.verified)
+    assert result.counts.decided == result.counts.measured == 40
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_presets_are_tried_first(database: Path, sampler: str) -> None:
+    builder = FakeBuilder()
+    run_search(database, builder=builder, trials=4, sampler=sampler)
+    assert {config for config, _ in builder.compiled[:3]} == {V1, V2, V3}
+
+
+def test_a_seed_repeats_a_search_however_the_compilers_race(tmp_path: Path) -> None:
+    tried = []
+    for run, delay_s in enumerate((0.0, 0.002)):
+        bench = FakeBench()
+        run_search(tmp_path / f"{run}.sqlite", bench=bench, builder=FakeBuilder(delay_s=delay_s), trials=45, seed=5)
+        tried.append(set(bench.tried))
+    assert tried[0] == tried[1]
+
+
+def test_a_seed_is_drawn_and_told_where_none_is_given(database: Path) -> None:
+    assert isinstance(run_search(database, seed=None, trials=1).seed, int)
+
+
+def test_searching_again_goes_on(database: Path) -> None:
+    first, second = FakeBench(), FakeBench()
+    run_search(database, bench=first, trials=10)
+    result = run_search(database, bench=second, trials=10)
+    assert not set(first.verified) & set(second.verified)
+    assert (result.counts.earlier, result.counts.decided) == (10, 10)
+
+
+def test_the_space_is_exhausted_and_no_more(database: Path) -> None:
+    valid = valid_configs(TINY_PROBLEM, TINY)
+    assert 1 < len(valid) < 60, "the test needs a small space"
+    bench = FakeBench()
+    result = run_search(database, problem=TINY_PROBLEM, device=TINY, bench=bench, trials=1000)
+    assert result.exhausted
+    assert sorted(bench.verified) == sorted(valid)
+    assert any("space exhausted" in line for line in result.summary())
+    again = FakeBench()
+    result = run_search(database, problem=TINY_PROBLEM, device=TINY, bench=again, trials=1000)
+    assert again.verified == [], "all of it is stored"
+    assert result.winner, "but it is raced and told again"
+
+
+def test_a_stored_time_answers_for_a_candidate(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a new study (here: of a changed space) what is stored under the same conditions is not measured again."""
+    first, second = FakeBench(), FakeBench()
+    run_search(database, bench=first, trials=10, sampler="exhaustive")
+    monkeypatch.setattr("bwdtune.tuner.search.space_hash", lambda: "another")
+    result = run_search(database, bench=second, trials=10, sampler="exhaustive")
+    assert second.verified == []
+    assert result.counts.stored == result.counts.decided == 10
+    assert sum("the search space is not that" in note for note in result.notes) == 1
+    assert len(trials(database)) == 20, "the old rows are kept"
+
+
+def test_another_driver_is_measured_anew(database: Path) -> None:
+    first, second = FakeBench(), FakeBench()
+    run_search(database, bench=first, trials=5)
+    run_search(database, bench=second, trials=5, environment=replace(ENVIRONMENT, driver="590.00"))
+    assert set(second.verified) >= {V1, V2, V3}
+
+
+def test_presets_that_are_not_valid_here_are_listed_with_the_reason(database: Path) -> None:
+    result = run_search(database, problem=TINY_PROBLEM, device=TINY, trials=3)
+    notes = {row.kernel: row.note for row in result.rows}
+    assert all("shared memory" in notes[name] for name in PRESETS)
+
+
+# What is kept, and who may win
+
+
+def test_the_winner_is_the_fastest_of_the_race_and_stored(database: Path) -> None:
+    result = run_search(database, trials=30)
+    winner = stored_winner(database)
+    assert winner
+    assert result.winner
+    assert result.winner.config == winner.config
+    measured = [row for row in result.rows if row.ms and row.config]
+    assert winner.median_ms == min(row.ms for row in measured if row.ms)
+    assert not winner.partial
+    assert {row.kernel for row in result.rows} >= {*PRESETS, *PEERS}
+    assert [row.ms for row in result.rows] == sorted(row.ms for row in result.rows if row.ms)
+
+
+def test_every_trial_is_ended_and_names_its_configuration(database: Path) -> None:
+    run_search(database, trials=10, builder=FakeBuilder(broken=lambda config: config.stages == 1))
+    kept = trials(database)
+    assert len(kept) == 10
+    assert all(trial.state.is_finished() for trial in kept)
+    for trial in kept:
+        failed = trial.state is optuna.trial.TrialState.FAIL
+        assert failed == (trial.params["stages"] == 1)
+        assert bool(trial.user_attrs["reason"]) == failed
+        assert (trial.values is None) == failed
+
+
+def test_a_wrong_but_fast_candidate_never_wins(database: Path) -> None:
+    def wrong(config: Config) -> bool:
+        return config.block_kv == 32
+
+    result = run_search(
+        database, trials=40, bench=FakeBench(wrong=wrong, cost=lambda config: 0.1 if wrong(config) else cost_ms(config))
+    )
+    winner = stored_winner(database)
+    assert winner
+    assert not wrong(winner.config)
+    assert result.counts.failed > 0
+    assert any("wrong: dq is off" in reason for _, reason in result.failures)
+
+
+def test_a_candidate_that_is_wrong_at_full_size_never_wins(database: Path) -> None:
+    best = min(valid_configs(PROBLEM, H200), key=cost_ms)
+    bench = FakeBench(wrong_at_size=lambda config: cost_ms(config) < cost_ms(V2))
+    result = run_search(database, trials=40, bench=bench)
+    winner = stored_winner(database)
+    assert winner
+    assert cost_ms(winner.config) >= cost_ms(V2)
+    assert best != winner.config
+    assert any("wrong" in row.note for row in result.rows)
+
+
+@pytest.mark.parametrize("time_ms", [math.nan, math.inf, 0.0, -1.0])
+def test_a_time_that_is_none_fails_its_candidate(database: Path, time_ms: float) -> None:
+    bench = FakeBench(
+        cost=lambda config: time_ms if config.block_kv == 64 and config not in (V1, V3) else cost_ms(config)
+    )
+    result = run_search(database, trials=20, bench=bench)
+    winner = stored_winner(database)
+    assert winner
+    assert math.isfinite(winner.median_ms)
+    assert result.counts.failed > 0
+    assert result.counts.failed + result.counts.measured == 20
+
+
+def test_every_candidate_fails(database: Path) -> None:
+    result = run_search(database, trials=8, bench=FakeBench(wrong=lambda config: True))
+    assert result.winner is None
+    assert stored_winner(database) is None
+    assert result.counts.failed == 8
+    assert any("there is no winner" in note for note in result.notes)
+
+
+def test_nothing_compiles(database: Path) -> None:
+    bench = FakeBench()
+    result = run_search(database, trials=8, bench=bench, builder=FakeBuilder(broken=lambda config: True))
+    assert result.winner is None
+    assert bench.verified == []
+    assert len(result.failures) == 8
+    assert all("expected a ';'" in reason for _, reason in result.failures)
+    with closing(Store.open(database)) as store:
+        assert {variant.error for variant in store.show(PROBLEM).failures} == {"error: expected a ';'"}
+
+
+def test_a_crash_costs_one_candidate(database: Path) -> None:
+    result = run_search(database, trials=12, bench=FakeBench(crashing=lambda config: config.swizzle == 0))
+    assert result.winner
+    assert result.counts.measured + result.counts.failed == 12
+    assert all("SIGSEGV" in reason for _, reason in result.failures)
+
+
+def test_a_crash_in_the_race_costs_one_racer(database: Path) -> None:
+    class Late(FakeBench):
+        def time(self, problem, variants, peers, policy):
+            self.crashing = lambda config: bool(peers) and config == V3
+            return super().time(problem, variants, peers, policy)
+
+    result = run_search(database, trials=6, bench=Late())
+    assert result.winner
+    assert result.winner.config != V3
+    assert next(row for row in result.rows if row.config == V3).note == "its process died of SIGSEGV"
+
+
+def test_spills_over_the_bound_are_refused_but_not_of_presets(database: Path) -> None:
+    def spills(config: Config, arch: str) -> int:
+        return {1: SPILL_BOUND_BYTES, 2: SPILL_BOUND_BYTES + 4}.get(config.min_blocks_per_sm, 400)
+
+    bench = FakeBench()
+    result = run_search(
+        database,
+        trials=40,
+        bench=bench,
+        builder=FakeBuilder(spills=lambda config, arch: 60 if config == V1 else spills(config, arch)),
+    )
+    assert V1 in bench.verified
+    assert {config.min_blocks_per_sm for config in bench.verified} == {1}
+    assert result.counts.refused > 0
+    assert any("bytes of registers a thread are spilled" in reason for _, reason in result.failures)
+
+
+def test_the_incumbent_is_timed_beside_each_candidate(database: Path) -> None:
+    bench = FakeBench()
+    run_search(database, trials=10, bench=bench)
+    searched = [names for names in bench.timed if not set(names) & set(PEERS)]
+    assert len(searched[0]) == 1
+    for earlier, names in enumerate(searched[1:], start=1):
+        fastest = min(searched[:earlier], key=lambda tried: cost_ms(by_id(tried[0])))[0]
+        assert names[1:] == [fastest]
+
+
+def by_id(name: str) -> Config:
+    return next(config for config in valid_configs(PROBLEM, H200) if config.id == name)
+
+
+def test_a_card_that_slows_down_is_told(database: Path) -> None:
+    class Heating(FakeBench):
+        def time(self, problem, variants, peers, policy):
+            self.cost = lambda config: cost_ms(config) * (1.0 + 0.2 * len(self.timed))
+            return super().time(problem, variants, peers, policy)
+
+    told = Told()
+    result = run_search(database, trials=5, bench=Heating(), progress=told)
+    assert any("longer than before" in notice for notice in told.notices)
+    assert any("noisy" in note for note in result.notes)
+
+
+def test_a_worse_search_leaves_a_better_winner(database: Path) -> None:
+    run_search(database, trials=30, seed=1)
+    before = stored_winner(database)
+    run_search(database, trials=3, seed=2)
+    after = stored_winner(database)
+    assert before
+    assert after
+    assert after.config == before.config
+
+
+# Limits
+
+
+def test_limits_keep_to_the_other_card(database: Path) -> None:
+    def spills(config: Config, arch: str) -> int:
+        return 60 if arch == "sm_120a" and (config == V3 or config.stages == 3) else 0
+
+    builder, bench = FakeBuilder(spills=spills), FakeBench(cost=lambda config: 1.0 if config == V3 else cost_ms(config))
+    result = run_search(database, builder=builder, bench=bench, trials=30, limits="sm_120")
+    assert all(refusal(PROBLEM, config, RTX_5090) is None for config in bench.verified)
+    assert all(config.stages < 3 for config in bench.verified)
+    assert V3 in bench.verified, "a preset is a point of reference"
+    winner = stored_winner(database, limits="sm_120")
+    assert winner
+    assert winner.config != V3, "which spills there, and so does not win"
+    assert stored_winner(database) is None, "a winner within limits is none without"
+    assert result.to_dict()["limits"] == "sm_120"
+    assert {arch for _, arch in builder.compiled} == {"sm_90a", "sm_120a"}
+    refused = {config for config, arch in builder.compiled if arch == "sm_120a" and spills(config, arch)} - {V3}
+    assert not refused & {config for config, arch in builder.compiled if arch == "sm_90a"}, "no compile is wasted"
+
+
+# Time and interrupts
+
+
+def test_the_time_limit_ends_a_search_with_a_race(database: Path) -> None:
+    start = time.monotonic()
+    result = run_search(database, trials=1000, time_s=1.5, bench=FakeBench(delay_s=0.05))
+    assert time.monotonic() - start < 15
+    assert result.status == "complete"
+    assert 0 < result.counts.decided < 1000
+    assert result.winner
+    assert any("the time is up" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_measured(database: Path, number: signal.Signals) -> None:
+    process = start_slow_search(database)
+    wait_until_decided(process, 4)
+    start = time.monotonic()
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    winner = stored_winner(database)
+    assert winner
+    assert winner.partial
+    assert output.split()[-2:] == ["partial", winner.config.id]
+    kept = trials(database)
+    assert len(kept) >= 4
+    assert all(trial.state.is_finished() for trial in kept)
+    assert winner.median_ms == min(trial.value for trial in kept if trial.value)
+
+    result = run_search(database, trials=4)
+    assert result.counts.earlier == len(kept)
+    winner = stored_winner(database)
+    assert winner
+    assert not winner.partial
+
+
+def test_a_kill_loses_the_running_trial_at_most(database: Path) -> None:
+    process = start_slow_search(database)
+    decided = wait_until_decided(process, 4)
+    process.kill()
+    process.communicate(timeout=30)
+    kept = trials(database)
+    assert len(kept) >= decided
+    assert all(trial.state.is_finished() for trial in kept)
+    bench = FakeBench()
+    result = run_search(database, trials=4, bench=bench)
+    assert result.counts.earlier == len(kept)
+    assert result.winner
+
+
+def start_slow_search(database: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, search_fakes.__file__, str(database), "20", "0.2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"}, **pipes)
+
+
+def wait_until_decided(process: subprocess.Popen[str], count: int) -> int:
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("decided") and int(line.split()[1]) >= count:
+            return int(line.split()[1])
+    raise AssertionError(process.stderr.read() if process.stderr else "")
+
+
+# Failures of all
+
+
+def test_a_broken_gpu_ends_the_search_and_keeps_what_there_is(database: Path) -> None:
+    class Breaking(FakeBench):
+        def verify(self, problem, variant):
+            if len(self.verified) == 3:
+                raise WorkerError("the GPU hangs")
+            return super().verify(problem, variant)
+
+    with pytest.raises(WorkerError):
+        run_search(database, bench=Breaking())
+    assert len(trials(database)) == 3
+
+
+def test_an_unusable_compiler_ends_the_search(database: Path) -> None:
+    def builder(source, arch):
+        raise UsageError("no compiler")
+
+    with pytest.raises(UsageError):
+        run_search(database, builder=builder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": "grid"},
+        {"limits": "sm_100"},
+        {"trials": 0},
+        {"trials": -3},
+        {"time_s": 0.0},
+        {"time_s": math.nan},
+        {"seed": -1},
+        {"seed": 2**40},
+    ],
+)
+def test_impossible_options(options) -> None:
+    with pytest.raises(UsageError):
+        SearchOptions(**options)
+
+
+def test_a_head_dim_that_no_kernel_takes(database: Path) -> None:
+    with pytest.raises(UsageError, match="head_dim 100"):
+        run_search(database, problem=Problem.parse("1_1_64_100"))
+
+
+# Without a GPU
+
+
+def test_a_survey_measures_nothing_and_stores_no_winner(database: Path) -> None:
+    def spills(config: Config, arch: str) -> int:
+        return 100 if config.block_q == 128 else 0
+
+    builder = FakeBuilder(spills=spills, broken=lambda config: config.swizzle == 32)
+    result = run_search(database, device=RTX_5090, builder=builder, measured=False, trials=40)
+    assert result.status == "unmeasured"
+    assert result.winner is None
+    assert all(row.ms is None and row.config for row in result.rows)
+    assert len(result.rows) + result.counts.refused + result.counts.failed == 40
+    assert {row.kernel for row in result.rows} >= set(PRESETS)
+    occupancies = [row.occupancy for row in result.rows]
+    assert occupancies == sorted(occupancies, key=lambda part: -(part or 0))
+    assert any("nothing was verified or timed" in line for line in result.summary())
+    with closing(Store.open(database)) as store:
+        assert store.winners() == []
+        assert store.measurements() == []
+        assert len(store.show(PROBLEM).failures) == result.counts.failed > 0
+    assert trials(database) == [] if database.exists() else True
+
+
+def test_a_survey_lists_the_same_again(database: Path) -> None:
+    first, second = (run_search(database, device=RTX_5090, measured=False, trials=10).rows for _ in range(2))
+    assert first == second
+
+
+# What people and programs read
+
+
+def test_json_has_stable_names(database: Path) -> None:
+    data = run_search(database, trials=5).to_dict()
+    assert {"gpu", "driver", "torch", "nvcc", "shape", "causal", "dtype", "limits", "winner", "rows", "status"} <= set(
+        data
+    )
+    assert {"compile", "verify", "time", "overhead", "total"} == set(data["seconds"])
+    names = {"kernel", "config", "family", "ms", "tflops", "percent_of_peak", "max_error", "registers", "spill_bytes"}
+    assert all(names <= set(row) for row in data["rows"])
+    best = data["winner"]
+    assert best["tflops"] == pytest.approx(PROBLEM.flops / best["ms"] / 1e9)
+    assert best["percent_of_peak"] == pytest.approx(100 * best["tflops"] / H200.peak_tflops)
+
+
+def test_the_table_names_winner_presets_and_peers(database: Path) -> None:
+    console = Console(width=240)
+    with console.capture() as capture:
+        console.print(run_search(database, trials=20).table())
+    text = capture.get()
+    for name in ("best", "v1", "v2", "v3", "fa", "cudnn", "TFLOPS", "% of peak"):
+        assert name in text
+
+
+def test_overhead_is_small(database: Path) -> None:
+    """All but compiling, checking and timing: told, and little for each candidate."""
+    result = run_search(database, trials=60, bench=FakeBench(delay_s=0.005))
+    assert result.seconds["total"] == pytest.approx(sum(result.seconds.values()) - result.seconds["total"])
+    assert result.seconds["overhead"] / 60 < 0.2
+    assert any("overhead" in line for line in result.summary())
+
+
+def test_the_winner_of_another_card_is_left_alone(database: Path) -> None:
+    run_search(database, trials=4)
+    other = replace(H200, name="NVIDIA H100 80GB HBM3")
+    run_search(database, trials=4, device=other)
+    with closing(Store.open(database)) as store:
+        assert {winner.environment.gpu for winner in store.winners()} == {
+            ENVIRONMENT.gpu,
+            GpuKey("NVIDIA H100 80GB HBM3", "9.0"),
+        }
+        assert {measurement.record.policy for measurement in store.measurements()} >= {SEARCH_POLICY.id}

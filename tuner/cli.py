@@ -1,0 +1,428 @@
+"""The command ``tuner``: reads what people type, calls the module that does it, and prints what comes back.
+
+A command imports what it needs when it runs, so that help and complaints about input do not wait for PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..gen.config import parse_config
+from ..gen.device import HOST, HOST_ARCH, RTX_5090, Device, device_for_arch
+from ..gen.errors import BwdtuneError, UsageError
+from ..gen.problem import Problem
+from .options import DEFAULT_TRIALS, LIMITS, SearchOptions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..db.records import Environment, Winner
+    from .worker import Worker
+
+INTERRUPTED = 130
+_PLAIN_WIDTH = 240  # of tables that go to a file or a pipe, where nothing should be cut
+_EXAMPLE_SHAPE = "8_16_4096_128"
+
+# typer has used click, and holds a copy of it since: its public exceptions lead to the base class of either.
+_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="tuner",
+    help="Generates, checks, times and keeps CUDA attention-backward kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ShapeOption = Annotated[str, typer.Option("--shape", help="B_H_S_D, or B_HQ_HKV_S_D for grouped queries.")]
+CausalOption = Annotated[bool, typer.Option("--causal", help="Query i sees the keys 0..i only.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="bf16 or fp16.")]
+DatabaseOption = Annotated[
+    str | None, typer.Option("--db", help="Database file or URL (default: BWDTUNE_DB, else in the user's data).")
+]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option("--cache", help="Where compiled kernels are kept (default: BWDTUNE_CACHE, else ~/.cache)."),
+]
+LimitsOption = Annotated[
+    str | None, typer.Option("--limits", help=f"Keep to another card's limits: {', '.join(LIMITS)}.")
+]
+ArchOption = Annotated[str | None, typer.Option("--arch", help="Compile target, such as sm_120a (default: the GPU's).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0, 1 for a failure, 2 for wrong use, 130 for an interrupt."""
+    warnings.showwarning = _show_warning
+    try:
+        status = app(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+    except BwdtuneError as error:
+        return _complain(str(error), error.exit_status)
+    except _ClickException as error:
+        return _complain(error.format_message(), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # `tuner list | head`: whoever read has enough
+        sys.stdout = None
+        return 1
+    except OSError as error:
+        return _complain(str(error), 1)
+    return status if isinstance(status, int) else 0
+
+
+@app.command()
+def search(
+    shape: ShapeOption,
+    causal: CausalOption = False,
+    dtype: DtypeOption = "bf16",
+    trials: Annotated[int, typer.Option("--trials", help="Candidates to decide.")] = DEFAULT_TRIALS,
+    time: Annotated[float | None, typer.Option("--time", help="Begin no candidate after so many seconds.")] = None,
+    sampler: Annotated[str, typer.Option("--sampler", help="tpe, random or exhaustive.")] = "tpe",
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes the sampler's choices repeatable.")] = None,
+    limits: LimitsOption = None,
+    arch: ArchOption = None,
+    database: DatabaseOption = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Search the fastest right kernel for a shape, and store it as the winner.
+
+    Without a GPU, or for another card's --arch, candidates are generated, compiled and listed, and nothing is timed.
+    """
+    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    options = SearchOptions(sampler=sampler, seed=seed, trials=trials, time_s=time, limits=limits)
+    from ..db.store import Store
+    from ..gen.build import build
+    from ..gen.paths import writable_cache_dir
+    from ..gen.space import valid_configs
+    from ..gen.toolchain import find_compiler
+    from ..runtime.gpu import NoGpuError, current_device
+    from .report import progress_for
+
+    gpu, why_not = None, ""
+    try:
+        gpu = current_device()
+    except NoGpuError as error:
+        why_not = str(error)
+    device = gpu if gpu and arch in (None, gpu.arch) else device_for_arch(arch or RTX_5090.arch)
+    if device.arch == HOST_ARCH:
+        raise UsageError(f"a search is for a GPU: use --arch {RTX_5090.arch}, and `tuner verify --arch {HOST_ARCH}`")
+    if limits and LIMITS[limits].arch == device.arch:
+        options = replace(options, limits=None)  # they are its own
+    valid_configs(problem, LIMITS[options.limits] if options.limits else device)
+    toolkit = find_compiler(device.arch).version
+    if options.limits:
+        find_compiler(LIMITS[options.limits].arch)
+    writable_cache_dir(cache)
+
+    console = _console(stderr=True)
+    if device is not gpu:
+        there = why_not or f"the GPU here is {gpu.name if gpu else ''}"
+        console.print(f"{there}; candidates are compiled for {device.name}, and not run", soft_wrap=True)
+    with (
+        closing(Store.open(database)) as store,
+        _bench(device if device is gpu else None, toolkit) as (bench, environment),
+    ):
+        from .search import search as find_best
+
+        result = find_best(
+            problem,
+            device,
+            store,
+            options,
+            builder=lambda source, target: build([source], target, cache=cache, jobs=1)[0],
+            progress=progress_for(console),
+            bench=bench,
+            environment=environment,
+        )
+    _print(result.to_dict(), [result.table(), *result.summary()], as_json)
+    if result.interrupted:
+        return INTERRUPTED
+    return 1 if result.environment and result.winner is None else 0
+
+
+@app.command()
+def verify(
+    shape: ShapeOption,
+    config: Annotated[str, typer.Option("--config", help="v1, v2, v3, or a configuration's id.")],
+    causal: CausalOption = False,
+    dtype: DtypeOption = "bf16",
+    arch: Annotated[str | None, typer.Option("--arch", help="host runs it on the CPU (default: the GPU's).")] = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Check one configuration's gradients against fp64, and print its errors beside PyTorch's."""
+    from ..runtime.gpu import current_device
+    from .check import check
+
+    problem, chosen = Problem.parse(shape, dtype=dtype, causal=causal), parse_config(config)
+    device = HOST if arch == HOST_ARCH else current_device()
+    if arch is not None and device_for_arch(arch).arch != device.arch:
+        raise UsageError(f"the GPU here is {device.name} ({device.arch}): what is compiled for {arch} cannot run")
+    checked = check(problem, chosen, device, cache=cache)
+    verdict = f"{chosen.id} {'passed' if checked.passed else f'FAILED: {checked.reason}'}"
+    _print(checked.to_dict(), [checked.table(), verdict], as_json)
+    return 0 if checked.passed else 1
+
+
+@app.command("list")
+def list_(database: DatabaseOption = None, as_json: JsonOption = False) -> None:
+    """List the stored winners."""
+    from ..db.store import Store
+    from .history import winner_to_dict, winners_table
+
+    with closing(Store.open(database, read_only=True)) as store:
+        winners = store.winners()
+    _print([winner_to_dict(winner) for winner in winners], [winners_table(winners)], as_json)
+
+
+@app.command()
+def show(
+    shape: ShapeOption,
+    causal: CausalOption = False,
+    dtype: DtypeOption = "bf16",
+    database: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show all that is stored about a problem: winners, measurements, what failed and why."""
+    from ..db.store import Store
+    from .history import history_tables, history_to_dict
+
+    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    with closing(Store.open(database, read_only=True)) as store:
+        history = store.show(problem)
+    _print(history_to_dict(history), history_tables(history), as_json)
+
+
+@app.command()
+def bench(
+    shape: ShapeOption,
+    kernels: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", help="cudnn, fa, v1, v2, v3, best, or a configuration's id; may be repeated."),
+    ] = None,
+    direction: Annotated[str, typer.Option("--direction", help="Only backward is timed.")] = "backward",
+    causal: CausalOption = False,
+    dtype: DtypeOption = "bf16",
+    limits: LimitsOption = None,
+    database: DatabaseOption = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Race kernels against each other on the GPU, each verified first."""
+    from ..db.store import Store
+    from ..gen.toolchain import find_nvcc
+    from ..runtime.gpu import current_device
+    from .bench import DEFAULT_KERNELS, check_kernels
+    from .bench import bench as race
+
+    problem, names = Problem.parse(shape, dtype=dtype, causal=causal), kernels or DEFAULT_KERNELS
+    check_kernels(names, direction, limits)
+    device = current_device()
+    with _bench(device, find_nvcc().version) as (worker, environment):
+        assert worker
+        assert environment
+        report = race(
+            problem,
+            names,
+            device,
+            environment=environment,
+            worker=worker,
+            open_store=lambda: closing(Store.open(database, read_only=True)),
+            command=shlex.join(["tuner", *sys.argv[1:]]),
+            direction=direction,
+            limits=limits,
+            cache=cache,
+        )
+    _print(report.to_dict(), [report.table()], as_json)
+    return 0 if any(row.ms for row in report.rows) else 1
+
+
+@app.command()
+def roofline(
+    shape: ShapeOption,
+    causal: CausalOption = False,
+    dtype: DtypeOption = "bf16",
+    arch: ArchOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a shape costs at the card's peak rates: operations, bytes, and the least time of each."""
+    from .roofline import roofline as draw
+    from .roofline import target_device
+
+    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    found = draw(problem, target_device(arch))
+    _print(found.to_dict(), [found.table()], as_json)
+
+
+@app.command()
+def inspect(
+    config: Annotated[str, typer.Option("--config", help="v1, v2, v3, or a configuration's id.")],
+    shape: ShapeOption = _EXAMPLE_SHAPE,
+    causal: CausalOption = False,
+    dtype: DtypeOption = "bf16",
+    arch: ArchOption = None,
+    cache: CacheOption = None,
+    source: Annotated[bool, typer.Option("--source", help="Print the generated source.")] = False,
+    sass: Annotated[bool, typer.Option("--sass", help="Print the machine code (needs cuobjdump).")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile a configuration and say what the compiler made of it: registers, spills, shared memory, occupancy."""
+    from . import inspect as inspection
+    from .roofline import target_device
+
+    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    found = inspection.inspect(problem, parse_config(config), target_device(arch), cache=cache)
+    if source:
+        print(found.variant.source.text)
+    elif sass:
+        assert found.variant.library, "a variant that was inspected was compiled"
+        print(inspection.sass(found.variant.library))
+    else:
+        _print(found.to_dict(), [found.table(), found.kernels_table()], as_json)
+
+
+@app.command()
+def profile(
+    shape: ShapeOption,
+    kernel: Annotated[str, typer.Option("--kernel", help="v1, v2, v3, best, or a configuration's id.")],
+    causal: CausalOption = False,
+    dtype: DtypeOption = "bf16",
+    limits: LimitsOption = None,
+    database: DatabaseOption = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Profile one kernel on the GPU with ncu."""
+    from ..runtime.gpu import current_device
+    from .profile import profile as measure
+
+    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    chosen = None if kernel == "best" else parse_config(kernel)
+    device = current_device()
+    config = chosen or _stored_winner(problem, database, limits, device.arch).config
+    found = measure(problem, config, device, kernel=kernel, cache=cache)
+    _print(found.to_dict(), [found.table()], as_json)
+
+
+@app.command()
+def export(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The directory to write.")],
+    shape: ShapeOption = _EXAMPLE_SHAPE,
+    causal: CausalOption = False,
+    dtype: DtypeOption = "bf16",
+    config: Annotated[
+        str | None, typer.Option("--config", help="Export this one (default: the stored winner).")
+    ] = None,
+    arch: ArchOption = None,
+    limits: LimitsOption = None,
+    database: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a kernel as plain CUDA: source, header, CMake file, example and README."""
+    from .export import export_config, export_winner
+
+    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    if config is not None:
+        from .roofline import target_device
+
+        written = export_config(problem, parse_config(config), arch or target_device(None).arch, output)
+    else:
+        written = export_winner(_stored_winner(problem, database, limits, arch), output)
+    _print(written.to_dict(), [f"{written.config} for {written.arch}: {written.directory}", *written.files], as_json)
+
+
+@contextmanager
+def _bench(gpu: Device | None, toolkit: str) -> Iterator[tuple[Worker | None, Environment | None]]:
+    """The process that owns the GPU, and where it measures; neither without one."""
+    if gpu is None:
+        yield None, None
+        return
+    from ..runtime.gpu import environment
+    from .worker import Worker
+
+    with Worker() as worker:
+        yield worker, environment(gpu, toolkit)
+
+
+def _stored_winner(problem: Problem, database: str | None, limits: str | None, arch: str | None) -> Winner:
+    """The winner for a problem: of the GPU that is here where it has one, else the only one there is.
+
+    Args:
+        problem: The problem.
+        database: As the option.
+        limits: The limits that it was searched under.
+        arch: Of this compile target only; None for any.
+    """
+    from ..db.store import Store
+    from ..runtime.gpu import NoGpuError, current_device, gpu_key
+
+    target = device_for_arch(arch).arch if arch else None
+    with closing(Store.open(database, read_only=True)) as store:
+        found = [
+            winner
+            for winner in store.show(problem).winners
+            if winner.limits == limits and target in (None, winner.environment.arch)
+        ]
+    try:
+        here = gpu_key(current_device())
+        found = [winner for winner in found if winner.environment.gpu == here] or found
+    except NoGpuError:
+        pass
+    asked = f"{problem.label}{f' within the limits of {limits}' if limits else ''}{f' on {arch}' if arch else ''}"
+    if not found:
+        raise BwdtuneError(f"there is no winner for {asked}: run `tuner search` first, or choose one with --config")
+    if len(found) > 1:
+        cards = ", ".join(f"{winner.environment.gpu.name} ({winner.environment.arch})" for winner in found)
+        raise UsageError(f"there are winners for {asked} on several cards, {cards}: choose with --arch")
+    return found[0]
+
+
+def _print(data: Any, parts: Sequence[Table | str], as_json: bool) -> None:
+    """Prints JSON, or tables and lines for people."""
+    if as_json:
+        print(json.dumps(_without_infinities(data), indent=2, allow_nan=False))
+        return
+    console = _console()
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, markup=False, highlight=False, soft_wrap=True)
+        else:
+            console.print(part)
+
+
+def _without_infinities(data: Any) -> Any:
+    """The same with null for numbers that JSON does not have, such as the error of a gradient that is not finite."""
+    if isinstance(data, dict):
+        return {name: _without_infinities(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without_infinities(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=_PLAIN_WIDTH)
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"tuner: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _show_warning(message: Warning | str, *unused: Any, **also_unused: Any) -> None:
+    _complain(f"warning: {message}", 0)

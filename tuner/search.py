@@ -1,0 +1,404 @@
+"""The search: which configuration computes a problem right, and fastest.
+
+A candidate passes three gates (arithmetic, compiler, numbers), is timed, and is stored when it is decided. The best few
+are raced again at the end, side by side with the presets and PyTorch's own kernels: the fastest of ours is the winner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from ..db.errors import InvalidRecord
+from ..db.records import Environment, MeasurementRecord, StoredMeasurement, VerificationRecord
+from ..gen.build import Variant
+from ..gen.config import PRESETS, Config, preset_name
+from ..gen.device import Device
+from ..gen.problem import Problem
+from ..gen.render import Source, render
+from ..gen.space import space_hash
+from .candidates import Builder, Candidate, CandidateSearch, Compiled
+from .options import LIMITS, SearchOptions
+from .proposals import Outcome, Proposals, StudyLog
+from .report import Progress, Row, SearchResult
+from .timing import RACE_POLICY, SEARCH_POLICY, Policy, Timing, Timings
+from .worker import CandidateError
+
+if TYPE_CHECKING:
+    from ..db.store import Store
+
+FINALISTS = 4
+
+PEERS = ("fa", "cudnn")
+"""PyTorch's own backward kernels, which run in the final race."""
+
+_SLOWED = 1.1  # the incumbent takes so much longer than before: the card is not what it was
+
+
+class Bench(Protocol):
+    """What a search needs of the process that owns the GPU. `worker.Worker` is the real one, and documents these."""
+
+    def verify(self, problem: Problem, variant: Variant) -> VerificationRecord: ...
+
+    def verify_at(self, problem: Problem, variant: Variant) -> VerificationRecord: ...
+
+    def time(self, problem: Problem, variants: Sequence[Variant], peers: Sequence[str], policy: Policy) -> Timings: ...
+
+
+def search(
+    problem: Problem,
+    device: Device,
+    store: Store,
+    options: SearchOptions,
+    *,
+    builder: Builder,
+    progress: Progress,
+    bench: Bench | None = None,
+    environment: Environment | None = None,
+) -> SearchResult:
+    """Searches the valid configurations of a problem.
+
+    SIGINT and SIGTERM end it early: what was measured is stored by then, and the best of it becomes the winner, marked
+    as partial. Another search goes on where this one ended.
+
+    Args:
+        problem: What is to be computed.
+        device: The card, or the one that stands for a compile target.
+        store: Every result goes there as soon as there is one.
+        options: See `SearchOptions`.
+        builder: Compiles.
+        progress: Is told how it goes.
+        bench: Verifies and times. Without it arithmetic and compiler alone judge, and there is no winner.
+        environment: Where the bench measures; goes with it.
+
+    Raises:
+        UsageError: No configuration is valid for the problem.
+        BwdtuneError: The compiler, the cache, the database or the GPU cannot be used at all.
+    """
+    if bench is None or environment is None:
+        return _Survey(problem, device, store, options, builder, progress).run()
+    return _Tuning(problem, device, store, options, builder, progress, bench, environment).run()
+
+
+class _Survey(CandidateSearch):
+    """Arithmetic and compiler alone: which configurations are worth being measured on the card."""
+
+    def find(self) -> SearchResult:
+        sampler = (
+            "random" if self.options.sampler == "tpe" else self.options.sampler
+        )  # there are no times to learn from
+        proposals = Proposals(self.configs, sampler=sampler, seed=self.seed, first=tuple(PRESETS.values()))
+        self._survivors: list[Row] = []
+        status = "unmeasured"
+        try:
+            self.try_candidates(proposals)
+        except KeyboardInterrupt:
+            status = "partial"
+        self._survivors.sort(key=lambda row: (-(row.occupancy or 0), row.spill_bytes or 0, row.registers or 0))
+        self.notes.append(
+            "nothing was verified or timed, and no winner is stored: these are the candidates that passed arithmetic "
+            "and compiler, sorted by occupancy, which is not speed"
+        )
+        return self.result(status, self._survivors, proposals)
+
+    def known_outcome(self, candidate: Candidate) -> Outcome | None:
+        return None  # survivors are listed each time; the cache of builds knows what does not compile
+
+    def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
+        for variant in filter(None, (compiled.limits_variant, compiled.variant)):
+            self.record(variant)
+        if compiled.refused:
+            return compiled.refused
+        self._survivors.append(
+            self.row(preset_name(candidate.config) or "candidate", candidate.config, compiled.variant)
+        )
+        return Outcome("unmeasured")
+
+    def settled(self, candidate: Candidate, outcome: Outcome) -> None:
+        pass  # the study is of times, and there is none
+
+
+@dataclass(frozen=True)
+class _Racer:
+    """A variant in the final race, verified at the problem's own sizes.
+
+    Attributes:
+        row: Its line in the table, without a time.
+        variant: What runs.
+        variant_id: Its id in the store.
+        verification_id: That of its verification.
+        may_win: Whether it is more than a point of reference.
+    """
+
+    row: Row
+    variant: Variant
+    variant_id: int
+    verification_id: int
+    may_win: bool
+
+
+class _Tuning(CandidateSearch):
+    """All gates, the times, and the final race."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        store: Store,
+        options: SearchOptions,
+        builder: Builder,
+        progress: Progress,
+        bench: Bench,
+        environment: Environment,
+    ) -> None:
+        super().__init__(problem, device, store, options, builder, progress)
+        self._bench, self._environment = bench, environment
+        self._times_ms: dict[Config, float] = {}
+        self._unfit: dict[Config, str] = {}
+        self._incumbent: Variant | None = None
+        self._noisy = 0
+        name = store.study_name(problem, device, options.limits, space_hash())
+        conditions = f"{environment} {SEARCH_POLICY.id}"
+        self._log = StudyLog(store.optuna_storage(), name, space_hash=space_hash(), conditions=conditions)
+        if self._log.replaces_older_space:
+            self.notes.append(
+                "the search space is not that of the last search: a new study begins, old results are kept"
+            )
+
+    def find(self) -> SearchResult:
+        proposals = Proposals(self.configs, sampler=self.options.sampler, seed=self.seed, first=tuple(PRESETS.values()))
+        for config, outcome in self._log.past():
+            if proposals.learn(config, outcome):
+                self.counts.earlier += 1
+                self._note(config, outcome)
+        try:
+            self.try_candidates(proposals)
+            rows, winner = self._race()
+            status = "complete"
+        except KeyboardInterrupt:
+            winner = self._keep_best()
+            rows, status = [winner] if winner else [], "partial"
+        if self._noisy:
+            self.notes.append(f"{self._noisy} timings were noisy: see above, and search again on an idle GPU")
+        return self.result(status, rows, proposals, winner, self._environment)
+
+    def known_outcome(self, candidate: Candidate) -> Outcome | None:
+        stored = self._stored(candidate.config, candidate.source)
+        return Outcome.timed(stored.record.median_ms) if stored else None
+
+    def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
+        if compiled.limits_variant:
+            self.record(compiled.limits_variant)
+        variant_id = self.record(compiled.variant) if compiled.variant else None
+        if compiled.refused or compiled.variant is None or variant_id is None:
+            return compiled.refused or Outcome("failed", reason="it was not compiled")
+        try:
+            with self.wait("verify"):
+                verification = self._bench.verify(self.problem, compiled.variant)
+            self.store.record_verification(self.problem, variant_id, verification)
+            if not verification.passed:
+                return Outcome("failed", reason=f"wrong: {verification.reason}")
+            timings = self._time_beside_incumbent(compiled.variant)
+            timing = timings[candidate.config.id]
+            outcome = Outcome.timed(timing.median_ms)
+            if outcome.ms is not None:
+                self._record_time(variant_id, timing, SEARCH_POLICY, timings.clock_mhz)
+        except (CandidateError, InvalidRecord) as error:
+            return Outcome("failed", reason=str(error))
+        if outcome.ms is not None and (self.best is None or outcome.ms < self.best[1]):
+            self._incumbent = compiled.variant
+        self.counts.measured += 1
+        return outcome
+
+    def settled(self, candidate: Candidate, outcome: Outcome) -> None:
+        self._log.add(candidate.config, outcome)
+        self._note(candidate.config, outcome)
+
+    def _note(self, config: Config, outcome: Outcome) -> None:
+        if outcome.reason:
+            self._unfit[config] = outcome.reason
+        if outcome.ms is not None:
+            self._times_ms[config] = outcome.ms
+            if self.best is None or outcome.ms < self.best[1]:
+                self.best = (config, outcome.ms)
+
+    def _time_beside_incumbent(self, variant: Variant) -> Timings:
+        """Times a candidate in turns with the best one so far, whose time tells whether the card is what it was."""
+        with self.wait("time"):
+            beside = [variant, *filter(None, [self._incumbent])]
+            try:
+                timings = self._bench.time(self.problem, beside, (), SEARCH_POLICY)
+            except CandidateError as error:
+                if self._incumbent is None or error.candidate != self._incumbent.source.config.id:
+                    raise
+                self._incumbent = None  # it may have been struck by what this candidate left behind
+                timings = self._bench.time(self.problem, [variant], (), SEARCH_POLICY)
+        slowed = ""
+        if self._incumbent and not timings.notice:
+            config = self._incumbent.source.config
+            ratio = timings[config.id].median_ms / self._times_ms[config]
+            if ratio > _SLOWED:
+                slowed = f"the best so far takes {ratio - 1:.0%} longer than before: is the GPU busy, or hot?"
+        if timings.notice or slowed:
+            self._noisy += 1
+            if self._noisy == 1:
+                self.notice(timings.notice or slowed)
+        return timings
+
+    def _race(self) -> tuple[list[Row], Row | None]:
+        """Times the best few again, with the presets and PyTorch's kernels; the fastest of ours is stored as winner."""
+        racers, rows = self._racers()
+        timings: Timings | None = None
+        while racers and timings is None:
+            self.tell(f"racing {len(racers)} finalists and presets")
+            try:
+                with self.wait("time"):
+                    timings = self._bench.time(self.problem, [racer.variant for racer in racers], PEERS, RACE_POLICY)
+            except CandidateError as error:
+                fallen = [racer for racer in racers if racer.variant.source.config.id == error.candidate] or racers
+                rows += [replace(racer.row, note=str(error)) for racer in fallen]
+                racers = [racer for racer in racers if racer not in fallen]
+        if timings is None:
+            self.notes.append("no candidate is right and fast enough to be timed: there is no winner")
+            return rows, None
+        if timings.notice:
+            self.notice(timings.notice)
+        rows += [_peer_row(name, timings) for name in PEERS]
+        winner: Row | None = None
+        for racer in sorted(racers, key=lambda racer: timings[racer.variant.source.config.id].median_ms):
+            timing = timings[racer.variant.source.config.id]
+            try:
+                measurement_id = self._record_time(racer.variant_id, timing, RACE_POLICY, timings.clock_mhz)
+            except InvalidRecord as error:
+                rows.append(replace(racer.row, note=str(error)))
+                continue
+            row = _timed_row(racer.row, timing)
+            if winner is None and racer.may_win:
+                row = winner = replace(row, kernel="best" if row.kernel == "finalist" else row.kernel)
+                chosen = (measurement_id, racer.verification_id)
+            rows.append(row)
+        if winner and not self.store.set_winner(
+            self.problem, self._environment, self.options.limits, *chosen, partial=False
+        ):
+            self.notes.append("another search has stored a faster winner meanwhile, which stays")
+        return sorted(rows, key=lambda row: row.ms or float("inf")), winner
+
+    def _racers(self) -> tuple[list[_Racer], list[Row]]:
+        """Who runs in the final race, and for each that should and cannot a row with the reason."""
+        names = {config: name for name, config in PRESETS.items() if config in self.configs}
+        for config in sorted(self._times_ms, key=self._times_ms.__getitem__)[:FINALISTS]:
+            names.setdefault(config, "finalist")
+        present = self.store.winner(self.problem, self._environment.gpu, self.options.limits)
+        if present and present.config in self.configs:
+            names.setdefault(present.config, "finalist")
+        self.tell(f"compiling {len(names)} finalists and presets")
+        racers, rows = [], []
+        for config, compiled in self.compile_all(names).items():
+            self.tell(f"checking {len(names)} finalists and presets at full size")
+            try:
+                racers.append(self._enter(names[config], config, compiled))
+            except CandidateError as error:
+                rows.append(self.row(names[config], config, compiled.variant, str(error)))
+        return racers, rows
+
+    def _enter(self, name: str, config: Config, compiled: Compiled) -> _Racer:
+        """Admits a variant to the final race.
+
+        Raises:
+            CandidateError: It does not belong there: with the reason.
+        """
+        if config in self._unfit:
+            raise CandidateError(self._unfit[config])
+        variant_id = None
+        for variant in filter(None, (compiled.limits_variant, compiled.variant)):
+            variant_id = self.record(variant)
+        if compiled.refused or compiled.variant is None or variant_id is None:
+            raise CandidateError(compiled.refused.reason if compiled.refused else "it was not compiled")
+        checks = [self._bench.verify_at]
+        if config not in self._times_ms:  # no candidate of this search, nor of one before under these conditions
+            checks.insert(0, self._bench.verify)
+        for check in checks:
+            with self.wait("verify"):
+                verification = check(self.problem, compiled.variant)
+            verification_id = self.store.record_verification(self.problem, variant_id, verification)
+            if not verification.passed:
+                raise CandidateError(f"wrong: {verification.reason}")
+        row = replace(self.row(name, config, compiled.variant), max_error=verification.max_error)
+        return _Racer(row, compiled.variant, variant_id, verification_id, self._may_win(compiled.limits_variant))
+
+    def _may_win(self, limits_variant: Variant | None) -> bool:
+        """Whether a variant keeps to the limits: a preset that does not still runs, to be compared with."""
+        if not self.options.limits:
+            return True
+        compiled = limits_variant.resources if limits_variant else None
+        return compiled is not None and compiled.spill_bytes == 0
+
+    def _keep_best(self) -> Row | None:
+        """Makes the best that was measured so far the winner, marked as partial; returns its row."""
+        for config in sorted(self._times_ms, key=self._times_ms.__getitem__):
+            source = render(self.problem, config)
+            stored = self._stored(config, source)
+            if stored is None or stored.verification_id is None or not self._kept_to_limits(config, source):
+                continue
+            self.store.set_winner(
+                self.problem, self._environment, self.options.limits, stored.id, stored.verification_id, partial=True
+            )
+            record, variant = stored.record, stored.variant
+            return replace(
+                self.row(preset_name(config) or "best", config),
+                ms=record.median_ms,
+                low_ms=record.low_ms,
+                high_ms=record.high_ms,
+                max_error=stored.verification.max_error if stored.verification else None,
+                registers=variant.registers,
+                spill_bytes=variant.spill_bytes,
+            )
+        return None
+
+    def _kept_to_limits(self, config: Config, source: Source) -> bool:
+        """`_may_win`, from what is stored."""
+        if not self.options.limits:
+            return True
+        arch = LIMITS[self.options.limits].arch
+        variant = self.store.find_variant(
+            self.problem, config, source_hash=source.hash, arch=arch, toolchain=self._environment.toolkit
+        )
+        return variant is not None and variant.spill_bytes == 0
+
+    def _stored(self, config: Config, source: Source) -> StoredMeasurement | None:
+        """A valid time that was measured under the same conditions."""
+        return self.store.measurement_for(
+            self.problem,
+            config,
+            self._environment,
+            self.options.limits,
+            policy=SEARCH_POLICY.id,
+            source_hash=source.hash,
+        )
+
+    def _record_time(self, variant_id: int, timing: Timing, policy: Policy, clock_mhz: float | None) -> int:
+        return self.store.record_measurement(
+            self.problem,
+            variant_id,
+            MeasurementRecord(
+                environment=self._environment,
+                policy=policy.id,
+                median_ms=timing.median_ms,
+                low_ms=timing.low_ms,
+                high_ms=timing.high_ms,
+                samples=timing.samples,
+                clock_mhz=clock_mhz,
+                limits=self.options.limits,
+            ),
+        )
+
+
+def _timed_row(row: Row, timing: Timing) -> Row:
+    return replace(row, ms=timing.median_ms, low_ms=timing.low_ms, high_ms=timing.high_ms)
+
+
+def _peer_row(name: str, timings: Timings) -> Row:
+    if name in timings:
+        return _timed_row(Row(name), timings[name])
+    return Row(name, note=timings.unavailable.get(name, "it was not timed"))

@@ -1,0 +1,66 @@
+"""A CPU in the place of the GPU, and winners in the database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from bwdtune.db.records import Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
+from bwdtune.db.store import Store
+from bwdtune.gen.config import PRESETS, Config
+from bwdtune.gen.device import HOST, Device
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render, template_hash
+from bwdtune.runtime import attention as attention_module
+from bwdtune.runtime import dispatch
+from bwdtune.runtime.gpu import gpu_key
+
+StoreWinner = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    """What one test stored, another must not see; nor what was said."""
+    dispatch.forget()
+    attention_module._said.clear()
+    yield
+    dispatch.forget()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Dispatch to the CPU: winners for it are compiled as plain C++."""
+    monkeypatch.setattr(dispatch, "current_device", lambda index: HOST)
+    monkeypatch.setattr(attention_module, "_DEVICE_TYPES", ("cpu",))
+    return HOST
+
+
+@pytest.fixture
+def store_winner() -> StoreWinner:
+    """Stores a winner as a search does."""
+
+    def store(
+        problem: Problem,
+        config: Config = PRESETS["v2"],
+        *,
+        device: Device = HOST,
+        gpu: GpuKey | None = None,
+        limits: str | None = None,
+        source_hash: str = "",
+    ) -> None:
+        opened = Store.open()
+        try:
+            environment = Environment(gpu or gpu_key(device), device.arch, "580", "13.0", "2.9")
+            variant = VariantRecord(
+                config, source_hash or render(problem, config).hash, template_hash(), device.arch, "13.0"
+            )
+            variant_id = opened.record_variant(problem, variant)
+            verification = opened.record_verification(problem, variant_id, VerificationRecord(True, 0.003))
+            time = MeasurementRecord(environment, "policy", 2.0, 1.9, 2.1, 20, limits=limits)
+            measurement = opened.record_measurement(problem, variant_id, time)
+            assert opened.set_winner(problem, environment, limits, measurement, verification)
+        finally:
+            opened.close()
+
+    return store

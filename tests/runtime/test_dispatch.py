@@ -1,0 +1,200 @@
+"""Which winner computes a problem, and what happens where there is none."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bwdtune.db.records import GpuKey
+from bwdtune.db.store import Store
+from bwdtune.gen.build import build_one
+from bwdtune.gen.config import PRESETS
+from bwdtune.gen.device import HOST, Device
+from bwdtune.gen.problem import Problem
+from bwdtune.runtime import dispatch
+from bwdtune.runtime.dispatch import choose
+from bwdtune.runtime.gpu import NoGpuError
+
+PROBLEM = Problem.parse("2_4_128_64", causal=True)
+
+
+def chosen_config(problem: Problem = PROBLEM) -> str:
+    choice = choose(problem, 0)
+    assert choice.kernel, choice.reason
+    return choice.kernel.info.config
+
+
+def test_the_problems_own_winner(host: Device, store_winner: Callable[..., None]) -> None:
+    store_winner(PROBLEM, PRESETS["v2"])
+    assert chosen_config() == PRESETS["v2"].id
+    assert choose(PROBLEM, 0).reason == "the winner of 2_4_128_64 bf16 causal"
+
+
+def test_no_database_is_no_winner_and_none_is_made(host: Device) -> None:
+    choice = choose(PROBLEM, 0)
+    assert choice.kernel is None
+    assert choice.reason.startswith("no winner is stored for 2_4_128_64 bf16 causal or one like it on host CPU")
+    assert not Path(os.environ["BWDTUNE_DB"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [
+        ("2_4_150_64", "v1"),
+        ("2_4_2048_64", "v2"),
+        ("64_4_150_64", "v1"),
+        ("1_1_100_64", "v1"),
+        ("2_4_1_900_64", "v2"),
+        ("1_8_128_64", "v1"),
+    ],
+)
+def test_the_nearest_winner(host: Device, store_winner: Callable[..., None], asked: str, nearest: str) -> None:
+    store_winner(PROBLEM, PRESETS["v1"])
+    store_winner(Problem.parse("2_4_1024_64", causal=True), PRESETS["v2"])
+    assert chosen_config(Problem.parse(asked, causal=True)) == PRESETS[nearest].id
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Problem.parse("2_4_128_64", causal=False),
+        Problem.parse("2_4_128_64", causal=True, dtype="fp16"),
+        Problem.parse("2_4_128_128", causal=True),
+    ],
+)
+def test_a_winner_for_another_kind_of_problem_is_never_used(
+    host: Device, store_winner: Callable[..., None], other: Problem
+) -> None:
+    store_winner(other, PRESETS["v1"])
+    assert choose(PROBLEM, 0).kernel is None
+
+
+@pytest.mark.parametrize("gpu", [GpuKey("another card", "host"), GpuKey(HOST.name, "9.0")])
+def test_a_winner_of_another_gpu_is_never_used(host: Device, store_winner: Callable[..., None], gpu: GpuKey) -> None:
+    store_winner(PROBLEM, gpu=gpu)
+    assert choose(PROBLEM, 0).kernel is None
+
+
+def test_a_winner_without_limits_comes_first(host: Device, store_winner: Callable[..., None]) -> None:
+    store_winner(PROBLEM, PRESETS["v1"], limits="sm_120")
+    assert chosen_config() == PRESETS["v1"].id
+    store_winner(PROBLEM, PRESETS["v2"])
+    assert chosen_config() == PRESETS["v1"].id
+    dispatch.forget()
+    assert chosen_config() == PRESETS["v2"].id
+
+
+def test_a_winner_whose_templates_have_changed_is_passed_over(host: Device, store_winner: Callable[..., None]) -> None:
+    store_winner(PROBLEM, PRESETS["v1"], source_hash="0" * 16)
+    choice = choose(PROBLEM, 0)
+    assert choice.kernel is None
+    assert choice.reason == (
+        "the winner of 2_4_128_64 bf16 causal cannot be used: its templates have changed since it was verified; "
+        "search again"
+    )
+    store_winner(Problem.parse("2_4_256_64", causal=True), PRESETS["v2"])
+    dispatch.forget()
+    assert chosen_config() == PRESETS["v2"].id
+
+
+def test_a_winner_that_does_not_fit_the_device(
+    host: Device, store_winner: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_winner(PROBLEM)
+    monkeypatch.setattr(dispatch, "current_device", lambda index: replace(HOST, shared_memory_per_block_bytes=1000))
+    assert "bytes of shared memory" in choose(PROBLEM, 0).reason
+
+
+def test_sizes_that_the_kernel_cannot_count(host: Device, store_winner: Callable[..., None]) -> None:
+    store_winner(PROBLEM)
+    huge = PROBLEM.resized(batch=2**20, heads_q=2**10, heads_kv=2**10, seqlen_q=2**20, seqlen_kv=2**20)
+    choice = choose(huge, 0)
+    assert choice.kernel is None
+    assert "2^31" in choice.reason
+
+
+@pytest.mark.parametrize("content", [b"not a database", os.urandom(5000), b"SQLite format 3\0" + bytes(200)])
+def test_a_broken_database_is_a_reason(host: Device, content: bytes) -> None:
+    path = Path(os.environ["BWDTUNE_DB"])
+    path.write_bytes(content)
+    choice = choose(PROBLEM, 0)
+    assert choice.kernel is None
+    assert str(path) in choice.reason
+    assert choose(Problem.parse("1_1_1_64"), 0).reason == choice.reason
+    assert path.read_bytes() == content
+
+
+def test_a_database_that_is_a_directory(host: Device) -> None:
+    Path(os.environ["BWDTUNE_DB"]).mkdir()
+    assert choose(PROBLEM, 0).kernel is None
+
+
+def test_no_gpu_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(index: int) -> Device:
+        raise NoGpuError("the driver shows no GPU")
+
+    monkeypatch.setattr(dispatch, "current_device", fail)
+    assert choose(PROBLEM, 0).reason == "the driver shows no GPU"
+
+
+def test_no_compiler_is_a_reason(
+    host: Device, store_winner: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store_winner(PROBLEM)
+    monkeypatch.setenv("BWDTUNE_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
+    choice = choose(PROBLEM, 0)
+    assert choice.kernel is None
+    assert "cannot be used" in choice.reason
+
+
+def test_threads_share_one_lookup_and_one_compile(
+    host: Device, store_winner: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_winner(PROBLEM)
+    built, opened = [], []
+    monkeypatch.setattr(dispatch, "build_one", lambda *args: built.append(args) or build_one(*args))
+    open_store = Store.open
+    monkeypatch.setattr(Store, "open", lambda **options: opened.append(options) or open_store(**options))
+    problems = [PROBLEM, Problem.parse("2_4_100_64", causal=True)] * 8
+    with ThreadPoolExecutor(16) as pool:
+        choices = list(pool.map(lambda problem: choose(problem, 0), problems))
+    assert len({choice.kernel for choice in choices}) == 1
+    assert len(built) == 1
+    assert opened == [{"read_only": True}]
+
+
+def test_a_fork_while_another_thread_looks_up(host: Device, store_winner: Callable[..., None]) -> None:
+    store_winner(PROBLEM)
+    chosen_config()
+    with dispatch._State.lock:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                threading.Timer(20, os._exit, [2]).start()
+                status = int(choose(Problem.parse("2_4_100_64", causal=True), 0).kernel is None)
+            finally:
+                os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_users_send_to_other_processes_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(choose)) is choose
+
+
+def test_the_import_loads_no_database_and_no_optimiser() -> None:
+    code = (
+        "import sys, bwdtune; bwdtune.attention; print(*{'sqlalchemy', 'optuna', 'alembic', 'rich'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""

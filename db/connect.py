@@ -218,7 +218,7 @@ def _cause(error: BaseException) -> type[DatabaseError]:
 def choose_journal(path: Path) -> None:
     """Lets readers go on while one writes (WAL), where the file system can do that; else keeps a rollback journal.
 
-    The mode is a property of the file, so this matters once for each; it is not worth failing for.
+    The mode is a property of the file, which keeps it; and nothing worth failing for.
     """
     network = network_file_system(path)
     if network:

@@ -48,6 +48,8 @@ def prepare(url: sa.URL, *, read_only: bool) -> None:
             found = _schema_of_file(url, path, read_only=read_only)
         else:
             found = None
+        if path and not read_only:
+            connect.choose_journal(path)
         if found == models.SCHEMA:
             return
         if read_only and found is None:
@@ -165,8 +167,6 @@ def _upgrade(url: sa.URL) -> None:
     from alembic.config import Config
 
     path = connect.sqlite_path(url)
-    if path:
-        connect.choose_journal(path)
     # SQLite changes a table by making another and dropping the first, which foreign keys would not let pass.
     engine = connect.make_engine(url, "rwc", foreign_keys=False).execution_options(sqlite_begin="BEGIN IMMEDIATE")
     try:

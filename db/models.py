@@ -65,8 +65,8 @@ class ConfigurationRow(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     family: Mapped[str] = mapped_column(sa.String(32))
-    name: Mapped[str] = mapped_column(sa.String(255))
-    """`Config.id`, which states every parameter."""
+    name: Mapped[str] = mapped_column(sa.String(500))
+    """`rows.config_name`: the same for the same configuration, for ever."""
     parameters: Mapped[str] = mapped_column(sa.Text)
     """`Config.to_dict()` as JSON. Text, so that one damaged row does not break the reading of the others."""
 

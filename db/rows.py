@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from datetime import timezone
 from typing import Any
 
 import sqlalchemy as sa
 
 from ..gen.config import Config, config_from_dict
+from ..gen.errors import BwdtuneError
 from ..gen.problem import Problem
 from .errors import InvalidRecord
 from .models import ConfigurationRow, MeasurementRow, ProblemRow, VariantRow, VerificationRow, WinnerRow
@@ -119,21 +121,39 @@ def select_winners(*conditions: Condition) -> sa.Executable:
     )
 
 
+def config_name(config: Config) -> str:
+    """The parameters that have no default, or another value.
+
+    Not `Config.id`, which grows with each new parameter: its default is what kernels did until then, so that what was
+    stored before stays the same configuration.
+    """
+    stated = {field.name: getattr(config, field.name) for field in fields(config)}
+    defaults = {field.name: field.default for field in fields(config)}
+    return " ".join(
+        [config.family, *(f"{name}={int(value)}" for name, value in stated.items() if value != defaults[name])]
+    )
+
+
 def config_columns(config: Config) -> dict[str, Any]:
     """A configuration's row."""
     return {
-        "name": config.id,
+        "name": config_name(config),
         "family": config.family,
         "parameters": json.dumps(config.to_dict(), sort_keys=True),
     }
 
 
-def _config(row: ConfigurationRow) -> Config:
-    parameters = json.loads(row.parameters)
-    if not isinstance(parameters, dict):
-        raise InvalidRecord(f"the parameters of {row.name!r} are no object")
-    config = config_from_dict(parameters)
-    if config.id != row.name:
+def config_of(row: ConfigurationRow) -> Config:
+    """The configuration of a row.
+
+    Raises:
+        InvalidRecord: What is stored is no configuration of this version, or another one's.
+    """
+    try:
+        config = config_from_dict(dict(json.loads(row.parameters)))
+    except (BwdtuneError, TypeError, ValueError) as error:
+        raise InvalidRecord(f"the parameters of {row.name!r} are of no configuration: {error}") from None
+    if config_name(config) != row.name:
         raise InvalidRecord(f"the parameters of {row.name!r} are those of {config.id}")
     return config
 
@@ -168,7 +188,7 @@ def outcome_columns(variant: VariantRecord) -> dict[str, Any]:
 
 def variant_record(row: VariantRow, configuration: ConfigurationRow) -> VariantRecord:
     return VariantRecord(
-        config=_config(configuration),
+        config=config_of(configuration),
         source_hash=row.source_hash,
         template_hash=row.template_hash,
         arch=row.arch,

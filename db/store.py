@@ -157,7 +157,7 @@ class Store:
 
         def work(session: Session) -> int:
             columns = rows.config_columns(variant.config)
-            configuration = _get_or_add(session, ConfigurationRow, {"name": columns.pop("name")}, columns)
+            configuration = _put(session, ConfigurationRow, {"name": columns.pop("name")}, columns)
             identity = {
                 "configuration_id": configuration.id,
                 **rows.kind_of(problem),
@@ -165,11 +165,7 @@ class Store:
                 "arch": variant.arch,
                 "toolchain": variant.toolchain,
             }
-            outcome = rows.outcome_columns(variant)
-            row = _get_or_add(session, VariantRow, identity, {**outcome, "created_at": _now()})
-            for name, value in outcome.items():
-                setattr(row, name, value)
-            return row.id
+            return _put(session, VariantRow, identity, {**rows.outcome_columns(variant), "created_at": _now()}).id
 
         return self._write(work)
 
@@ -178,7 +174,7 @@ class Store:
     ) -> VariantRecord | None:
         """The remembered outcome of compiling a configuration, failures and time-outs included."""
         conditions = [
-            *rows.equal(ConfigurationRow, name=config.id),
+            *rows.equal(ConfigurationRow, name=rows.config_name(config)),
             *rows.equal(VariantRow, **rows.kind_of(problem), source_hash=source_hash, arch=arch, toolchain=toolchain),
         ]
         return next(iter(self._read(rows.select_variants(*conditions), rows.variant_record)), None)
@@ -238,7 +234,7 @@ class Store:
         """The newest valid measurement of the same thing under the same conditions, so that nobody repeats it."""
         conditions = [
             *rows.equal(ProblemRow, **rows.identity_of(problem)),
-            *rows.equal(ConfigurationRow, name=config.id),
+            *rows.equal(ConfigurationRow, name=rows.config_name(config)),
             *rows.equal(VariantRow, source_hash=source_hash, arch=environment.arch),
             *rows.equal(MeasurementRow, **rows.condition_columns(environment, policy, limits)),
         ]
@@ -260,7 +256,8 @@ class Store:
 
         The present winner counts with its newest measurement under the challenger's conditions: policy, toolkit and
         templates. A race that includes it and stores its time thus decides between them. Where it has none, the two
-        cannot be compared, and the challenger, which can be built and timed today, wins.
+        cannot be compared, and the challenger wins, which can be built and timed today; but not if its search was
+        interrupted and that of the present one was not.
 
         Args:
             problem: The problem.
@@ -290,7 +287,7 @@ class Store:
             present = session.scalars(
                 sa.select(WinnerRow).where(*rows.equal(WinnerRow, **key)).with_for_update()
             ).one_or_none()
-            if present and not _beats(session, measurement, present):
+            if present and not _beats(session, measurement, partial, present):
                 return False
             row = present or WinnerRow(**key)
             row.variant_id = measurement.variant_id
@@ -401,12 +398,15 @@ def _now() -> datetime:
     return datetime.now(timezone.utc).replace(tzinfo=None)
 
 
-def _get_or_add(session: Session, row_type: type[_R], identity: dict[str, Any], rest: dict[str, Any]) -> _R:
+def _put(session: Session, row_type: type[_R], identity: dict[str, Any], values: dict[str, Any]) -> _R:
+    """Adds the row of an identity, or gives the present one these values."""
     row = session.scalars(sa.select(row_type).where(*rows.equal(row_type, **identity))).one_or_none()
     if row is None:
-        row = row_type(**identity, **rest)
+        row = row_type(**identity)
         session.add(row)
-        session.flush()
+    for name, value in values.items():
+        setattr(row, name, value)
+    session.flush()
     return row
 
 
@@ -420,7 +420,7 @@ def _problem_id(session: Session, problem: Problem, variant_id: int) -> int:
         raise InvalidRecord(
             f"variant {variant_id} does not compute {problem.label}: it is of another dtype, head_dim or mask"
         )
-    return _get_or_add(session, ProblemRow, rows.identity_of(problem), {}).id
+    return _put(session, ProblemRow, rows.identity_of(problem), {}).id
 
 
 def _refuse_loser(
@@ -453,14 +453,20 @@ def _refuse_loser(
             raise NotAWinner(f"this cannot be the winner: {reason}")
 
 
-def _beats(session: Session, challenger: MeasurementRow, present: WinnerRow) -> bool:
+def _beats(session: Session, challenger: MeasurementRow, partial: bool, present: WinnerRow) -> bool:
     """Whether a measurement is better than the present winner; see `Store.set_winner`."""
     mine = session.get(VariantRow, challenger.variant_id)
     its = session.get(VariantRow, present.variant_id)
-    if mine is None or its is None:
+    configuration = session.get(ConfigurationRow, its.configuration_id) if its else None
+    if mine is None or its is None or configuration is None:
         raise AssertionError("the schema's foreign keys see to that")
+    try:
+        rows.config_of(configuration)
+    except InvalidRecord:
+        return True  # no lookup would hand it out
+    not_less_thorough = present.partial or not partial
     if mine.configuration_id == its.configuration_id:
-        return challenger.id >= present.measurement_id  # the same one, with its newest time
+        return not_less_thorough and challenger.id >= present.measurement_id  # the same one, with its newest time
     time_ms = session.scalars(
         sa.select(MeasurementRow.median_ms)
         .join(VariantRow, VariantRow.id == MeasurementRow.variant_id)
@@ -481,4 +487,4 @@ def _beats(session: Session, challenger: MeasurementRow, present: WinnerRow) -> 
         .order_by(MeasurementRow.id.desc())
         .limit(1)
     ).first()
-    return time_ms is None or challenger.median_ms < time_ms
+    return not_less_thorough if time_ms is None else challenger.median_ms < time_ms

@@ -44,7 +44,7 @@ def upgrade() -> None:
         "configurations",
         sa.Column("id", sa.Integer, nullable=False),
         sa.Column("family", sa.String(32), nullable=False),
-        sa.Column("name", sa.String(255), nullable=False),
+        sa.Column("name", sa.String(500), nullable=False),
         sa.Column("parameters", sa.Text, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_configurations"),
         sa.UniqueConstraint("name", name="uq_configurations_name"),

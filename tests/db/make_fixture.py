@@ -1,0 +1,57 @@
+"""Makes `fixtures/schema_N.sqlite`, a database of this version's schema N: run it once when the schema changes, and commit the file.
+
+    python tests/db/make_fixture.py
+
+The files of past schemas are never made anew: they are what older versions have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+
+from bwdtune.db.models import SCHEMA
+from bwdtune.db.records import Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
+from bwdtune.db.store import Store
+from bwdtune.gen.config import PRESETS
+from bwdtune.gen.problem import Problem
+
+
+def main() -> None:
+    path = Path(__file__).parent / "fixtures" / f"schema_{int(SCHEMA)}.sqlite"
+    if path.exists():
+        raise SystemExit(f"{path} is there already, and is never changed")
+    store = Store.open(path)
+    environment = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.13.0")
+    square = Problem.parse("8_16_4096_128", causal=True)
+    for problem in (square, replace(square, heads_kv=4, seqlen_kv=8192, dtype="fp16", causal=False)):
+        for time_ms, (name, config) in enumerate(PRESETS.items(), 4):
+            variant = store.record_variant(
+                problem,
+                VariantRecord(config, f"source of {name}", "templates", "sm_90a", "13.0.88", registers=168, threads=256),
+            )
+            verification = store.record_verification(problem, variant, VerificationRecord(True, 2e-3, {"normal": {"dq": 2e-3}}))
+            measurement = store.record_measurement(
+                problem, variant, MeasurementRecord(environment, "search-1", time_ms, time_ms - 0.1, time_ms + 0.1, 20)
+            )
+            store.set_winner(problem, environment, None, measurement, verification)
+    failed = VariantRecord(replace(PRESETS["v1"], stages=3), "source", "templates", "sm_90a", "13.0.88", "failed", "ptxas died")
+    store.record_variant(square, failed)
+    wrong = store.record_variant(square, replace(failed, source_hash="another", status="ok", error=""))
+    store.record_verification(square, wrong, VerificationRecord(False, float("nan"), {"normal": {"dq": float("nan")}}, "NaN in dq"))
+    storage = store.optuna_storage()
+    study = optuna.create_study(storage=storage, study_name="a study")
+    study.tell(study.ask({"block_q": optuna.distributions.CategoricalDistribution([32, 64])}), 4.0)
+    storage.remove_session()
+    storage.engine.dispose()
+    store.close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")  # all of it in the one file
+
+
+if __name__ == "__main__":
+    main()

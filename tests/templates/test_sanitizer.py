@@ -24,7 +24,7 @@ OTHERS = (
     "mma_q32_kv64_w2_s1_sw128_k0_v0_b2_r4_u1",
     "mma_q64_kv128_w4_s3_sw64_k0_v0_b1_r1_u0",
     "mma_q16_kv32_w2_s2_sw32_k0_v1_b3_r4_u1",
-    "mma_q128_kv64_w1_s1_sw0_k1_v0_b1_r2_u1",
+    "mma_q64_kv32_w1_s3_sw0_k1_v0_b1_r2_u0",
 )
 
 

@@ -106,7 +106,7 @@ class CandidateSearch(ABC):
         self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed
         self.notes: list[str] = []
         self.best: tuple[Config, float] | None = None
-        self._refusals = kinds_of_refusal(refused)
+        self._refusals = kinds_of_refusal(refused.values(), self.space_device)
         self._failures: dict[Config, str] = {}
         self._builder, self._progress = builder, progress
         self._interrupts = Interrupts()

@@ -128,9 +128,8 @@ def search(
     writable_cache_dir(cache)
 
     console = _console(stderr=True)
-    if device is not gpu:
-        there = why_not or f"the GPU here is {gpu.name if gpu else ''}"
-        console.print(f"{there}; candidates are compiled for {device.name}, and not run", soft_wrap=True)
+    if device is not gpu and arch is None:
+        console.print(f"compiling for {device.name}, since {why_not}", soft_wrap=True)
     with (
         closing(Store.open(database)) as store,
         _bench(device if device is gpu else None, toolkit) as (bench, environment),

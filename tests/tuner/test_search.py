@@ -297,7 +297,7 @@ def test_a_worse_search_leaves_a_better_winner(database: Path) -> None:
     after = stored_winner(database)
     assert before
     assert after
-    assert after.config == before.config
+    assert cost_ms(after.config) <= cost_ms(before.config)
 
 
 # Limits
@@ -327,8 +327,8 @@ def test_limits_keep_to_the_other_card(database: Path) -> None:
 
 def test_the_time_limit_ends_a_search_with_a_race(database: Path) -> None:
     start = time.monotonic()
-    result = run_search(database, trials=1000, time_s=1.5, bench=FakeBench(delay_s=0.05))
-    assert time.monotonic() - start < 15
+    result = run_search(database, trials=1000, time_s=6, bench=FakeBench(delay_s=0.05))
+    assert time.monotonic() - start < 30
     assert result.status == "complete"
     assert 0 < result.counts.decided < 1000
     assert result.winner
@@ -483,7 +483,7 @@ def test_json_has_stable_names(database: Path) -> None:
 def test_the_table_names_winner_presets_and_peers(database: Path) -> None:
     console = Console(width=240)
     with console.capture() as capture:
-        console.print(run_search(database, trials=20).table())
+        console.print(run_search(database, trials=20, bench=FakeBench(cost=lambda config: 2 + config.block_q)).table())
     text = capture.get()
     for name in ("best", "v1", "v2", "v3", "fa", "cudnn", "TFLOPS", "% of peak"):
         assert name in text

@@ -268,12 +268,13 @@ def _run_ninja(batch: list[Job], work: Path, jobs: int) -> Generator[tuple[int, 
         with theirs:
             _write_ninja_file(batch, work, theirs.fileno())
             ninja = stack.enter_context(_ninja(work, jobs, theirs.fileno()))
-        started = False
-        # The socket ends when nobody holds its other end any more: neither ninja nor a compile.
-        while message := ours.recv(1 << 20):
+        started, left = False, len(batch)
+        # The socket ends when nobody holds its other end any more, neither ninja nor a compile: one has died then.
+        while left and (message := ours.recv(1 << 20)):
             report = json.loads(message)
             started = True
             if report["event"] == "done":
+                left -= 1
                 yield report["index"], Record.from_dict(report["record"])
             elif report["event"] == "waiting":
                 _log.warning(

@@ -143,10 +143,10 @@ def find_compiler(arch: str) -> Compiler:
     driver = _driver_release()
     if driver and driver[0] < compiler.release[0]:  # it may be for another machine, so this is no error
         torch = sys.modules.get("torch")
-        built = torch.version.cuda if torch else None
+        built = f"; PyTorch is for {torch.version.cuda}" if torch else ""
         _warn_once(
             f"nvcc {compiler.version} ({compiler.nvcc}) makes kernels for CUDA {compiler.release[0]}, which this "
-            f"machine's driver (CUDA {driver[0]}.{driver[1]}{f'; PyTorch is for {built}' if built else ''}) does not load: "
+            f"machine's driver (CUDA {driver[0]}.{driver[1]}{built}) does not load: "
             f"update the driver, or set CUDA_HOME to a toolkit for CUDA {driver[0]} (12.8 or newer)"
         )
     return compiler

@@ -1,8 +1,8 @@
 """bwdtune: tuned CUDA attention-backward kernels for PyTorch.
 
 `attention` computes attention with the stored winner as its backward; `enable` and `disable` let PyTorch's own
-`scaled_dot_product_attention` go through it. They are loaded when they are first used: importing the package costs next to
-nothing.
+`scaled_dot_product_attention` go through it. They are loaded when they are first used: importing the package costs
+next to nothing.
 """
 
 from __future__ import annotations

@@ -184,7 +184,8 @@ def list_(database: DatabaseOption = None, as_json: JsonOption = False) -> None:
 
     with closing(Store.open(database, read_only=True)) as store:
         winners = store.winners()
-    _print([winner_to_dict(winner) for winner in winners], [winners_table(winners)], as_json)
+    shown = [winners_table(winners)] if winners else ["no winner is stored yet: `tuner search` finds one"]
+    _print([winner_to_dict(winner) for winner in winners], shown, as_json)
 
 
 @app.command()
@@ -202,7 +203,8 @@ def show(
     problem = Problem.parse(shape, dtype=dtype, causal=causal)
     with closing(Store.open(database, read_only=True)) as store:
         history = store.show(problem)
-    _print(history_to_dict(history), history_tables(history), as_json)
+    nothing = f"nothing is stored of {problem.label}: `tuner search` finds something"
+    _print(history_to_dict(history), history_tables(history) or [nothing], as_json)
 
 
 @app.command()

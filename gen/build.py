@@ -70,6 +70,7 @@ class Variant:
         seconds: The compile took so long, now or when it was done.
         cached: It was not compiled by this call.
         kernels: Of every kernel, by name.
+        lasting: The same build would end the same way. Not so where the machine failed it: no space, no memory.
     """
 
     source: Source
@@ -84,6 +85,7 @@ class Variant:
     seconds: float
     cached: bool
     kernels: dict[str, CompiledResources] = field(default_factory=dict)
+    lasting: bool = True
 
 
 def build(
@@ -197,6 +199,7 @@ def _variant(source: Source, arch: str, entry: Path, record: Record, *, cached: 
         seconds=record.seconds,
         cached=cached,
         kernels=record.kernels,
+        lasting=record.lasting,
     )
 
 

@@ -325,7 +325,7 @@ def _tell(proposals: Proposals, candidate: Candidate) -> None:
 def _refused(variant: Variant, spill_bound_bytes: int | None) -> Outcome | None:
     """Why the compiler gate does not let a variant pass; with no bound, spills do not matter."""
     if variant.status != "ok":
-        return Outcome("failed", reason=f"{variant.arch}: {variant.error or variant.status}")
+        return Outcome("failed", reason=f"{variant.arch}: {variant.error or variant.status}", lasting=variant.lasting)
     spills = variant.resources.spill_bytes if variant.resources else 0
     if spill_bound_bytes is None or spills <= spill_bound_bytes:
         return None

@@ -160,7 +160,15 @@ class _Tuning(CandidateSearch):
         self._incumbent: Variant | None = None
         self._noisy = 0
         name = store.study_name(problem, device, options.limits, space_hash())
-        conditions = f"{environment} {SEARCH_POLICY.id}"
+        conditions = " ".join(
+            (
+                f"{environment.gpu.name} {environment.gpu.capability}",
+                f"driver {environment.driver}",
+                f"nvcc {environment.toolkit}",
+                f"torch {environment.torch}",
+                SEARCH_POLICY.id,
+            )
+        )
         self._log = StudyLog(store.optuna_storage(), name, space_hash=space_hash(), conditions=conditions)
         if self._log.replaces_older_space:
             self.notes.append(

@@ -228,6 +228,14 @@ def test_nothing_compiles(database: Path) -> None:
         assert {variant.error for variant in store.show(PROBLEM).failures} == {"error: expected a ';'"}
 
 
+def test_what_the_machine_failed_is_tried_again(database: Path) -> None:
+    full_disk = FakeBuilder(broken=lambda config: True, lasting=False)
+    assert run_search(database, trials=5, builder=full_disk).counts.failed == 5
+    result = run_search(database, trials=5)
+    assert (result.counts.earlier, result.counts.measured) == (0, 5)
+    assert result.winner
+
+
 def test_a_crash_costs_one_candidate(database: Path) -> None:
     result = run_search(database, trials=12, bench=FakeBench(crashing=lambda config: config.swizzle == 0))
     assert result.winner
@@ -387,6 +395,19 @@ def wait_until_decided(process: subprocess.Popen[str], count: int) -> int:
         if line.startswith("decided") and int(line.split()[1]) >= count:
             return int(line.split()[1])
     raise AssertionError(process.stderr.read() if process.stderr else "")
+
+
+def test_searches_at_once_agree_on_one_winner(database: Path) -> None:
+    command = [sys.executable, search_fakes.__file__, str(database), "12", "0.01"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    winner = stored_winner(database)
+    assert winner
+    with closing(Store.open(database)) as store:
+        assert winner.median_ms == min(measurement.record.median_ms for measurement in store.measurements())
 
 
 # Failures of all

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -38,6 +39,7 @@ def main(connection: Connection, device: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, which ends this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    warnings.simplefilter("ignore")  # PyTorch's would be written across the parent's progress bar
     torch.set_grad_enabled(False)
     try:
         bench = _GpuBench(torch.device(device), connection)

@@ -41,7 +41,6 @@ _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.
 app = typer.Typer(
     name="tuner",
     help="Generates, checks, times and keeps CUDA attention-backward kernels.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -67,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 for a failure, 2 for wrong use, 130 for an interrupt."""
     warnings.showwarning = _show_warning
     try:
-        status = app(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        status = app(args=given or ["--help"], standalone_mode=False)
     except BwdtuneError as error:
         return _complain(str(error), error.exit_status)
     except _ClickException as error:

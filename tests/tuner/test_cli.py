@@ -227,8 +227,9 @@ def test_help_and_complaints_do_not_wait_for_heavy_imports(arguments: list[str])
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(arguments) == 0
     text = capsys.readouterr().out
     for command in ("search", "verify", "list", "show", "bench", "roofline", "inspect", "profile", "export"):
         assert command in text

@@ -116,7 +116,7 @@ def search(
         gpu = current_device()
     except NoGpuError as error:
         why_not = str(error)
-    device = gpu if gpu and arch in (None, gpu.arch) else device_for_arch(arch or RTX_5090.arch)
+    device = _target(arch, gpu)
     if device.arch == HOST_ARCH:
         raise UsageError(f"a search is for a GPU: use --arch {RTX_5090.arch}, and `tuner verify --arch {HOST_ARCH}`")
     if limits and LIMITS[limits].arch == device.arch:
@@ -356,6 +356,14 @@ def _bench(gpu: Device | None, toolkit: str) -> Iterator[tuple[Worker | None, En
 
     with Worker() as worker:
         yield worker, environment(gpu, toolkit)
+
+
+def _target(arch: str | None, gpu: Device | None) -> Device:
+    """What to search for: the GPU where it is meant, else the card that stands for the arch."""
+    if gpu and arch in (None, gpu.arch):
+        return gpu
+    device = device_for_arch(arch or RTX_5090.arch)
+    return gpu if gpu and gpu.arch == device.arch else device
 
 
 def _stored_winner(problem: Problem, database: str | None, limits: str | None, arch: str | None) -> Winner:

@@ -184,6 +184,8 @@ class _Tuning(CandidateSearch):
                 self.counts.earlier += 1
                 self._note(config, outcome)
         try:
+            if self.best and proposals.remaining:
+                self._incumbent = self.compile_all([self.best[0]])[self.best[0]].variant
             self.try_candidates(proposals)
             rows, winner = self._race()
             status = "complete"

@@ -286,6 +286,11 @@ def test_the_incumbent_is_timed_beside_each_candidate(database: Path) -> None:
         fastest = min(searched[:earlier], key=lambda tried: cost_ms(by_id(tried[0])))[0]
         assert names[1:] == [fastest]
 
+    again = FakeBench()
+    run_search(database, trials=1, bench=again)
+    fastest = min(searched, key=lambda tried: cost_ms(by_id(tried[0])))[0]
+    assert again.timed[0][1:] == [fastest], "also one that an earlier search has found"
+
 
 def by_id(name: str) -> Config:
     return next(config for config in valid_configs(PROBLEM, H200) if config.id == name)

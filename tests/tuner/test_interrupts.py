@@ -26,7 +26,12 @@ def test_a_signal_is_held_back_until_the_next_wait(number: int) -> None:
 
 
 def test_a_signal_ends_a_wait() -> None:
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.striking():
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        _strike_while_waiting(interrupts)
+
+
+def _strike_while_waiting(interrupts: Interrupts) -> None:
+    with interrupts.striking():
         strike()
         threading.Event().wait(10)
         pytest.fail("it does not get here")

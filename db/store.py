@@ -45,19 +45,6 @@ from .records import (
 if TYPE_CHECKING:
     import optuna
 
-__all__ = [
-    "DatabaseError",
-    "Environment",
-    "GpuKey",
-    "MeasurementRecord",
-    "ProblemHistory",
-    "Store",
-    "StoredMeasurement",
-    "VariantRecord",
-    "VerificationRecord",
-    "Winner",
-]
-
 _ATTEMPTS = 3
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -491,6 +491,21 @@ class TestReadOnly:
 
         as_ordinary_user(look)
 
+    def test_another_users_can_be_read_while_it_is_written(self, public: Path, as_ordinary_user: Any) -> None:
+        public.chmod(0o755)
+        (public / "x.sqlite").chmod(0o644)
+        with contextlib.closing(Store.open(public / "x.sqlite")) as writer:
+            (square,) = (winner.problem for winner in writer.winners() if winner.problem.causal)
+            failed = replace(writer.show(square).failures[0], error="it failed again")
+            writer.record_variant(square, failed)
+            assert (public / "x.sqlite-wal").stat().st_size
+
+            def look() -> None:
+                (seen,) = Store.open(public / "x.sqlite", read_only=True).show(square).failures
+                assert seen == failed
+
+            as_ordinary_user(look)
+
     @pytest.mark.parametrize(("file_mode", "directory_mode"), [(0o444, 0o777), (0o666, 0o555), (0o444, 0o555)])
     def test_they_are_not_opened_for_writing(
         self, public: Path, as_ordinary_user: Any, file_mode: int, directory_mode: int

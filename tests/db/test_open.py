@@ -625,11 +625,20 @@ class TestUpgrade:
         assert models.SCHEMA in message
         assert not list(database.parent.glob("*.backup"))
 
-    def test_one_that_fails_changes_nothing(self, database: Path, next_version: Path) -> None:
+    @pytest.mark.parametrize(
+        ("statement", "cause"),
+        [
+            ("INSERT INTO nowhere VALUES (1)", errors.CorruptDatabase),
+            ("UPDATE variants SET status = NULL", errors.DatabaseUnavailable),
+            ("no SQL at all", errors.DatabaseUnavailable),
+        ],
+    )
+    def test_one_that_fails_changes_nothing(
+        self, database: Path, next_version: Path, statement: str, cause: type[DatabaseError]
+    ) -> None:
         shutil.copy(FIXTURES / "schema_1.sqlite", database)
-        next_version.write_text(next_version.read_text() + "    op.execute('INSERT INTO nowhere VALUES (1)')\n")
-        with pytest.raises(DatabaseError, match="nowhere"):
-            Store.open(database)
+        next_version.write_text(next_version.read_text() + f"    op.execute({statement!r})\n")
+        refused(cause, database)
         with contextlib.closing(sqlite3.connect(database)) as connection:
             assert connection.execute("SELECT version_num FROM bwdtune_schema_version").fetchall() == [("0001",)]
             assert "note" not in {row[1] for row in connection.execute("PRAGMA table_info(variants)")}

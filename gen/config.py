@@ -105,7 +105,6 @@ class MmaConfig(_Parameters):
         return 32 * self.num_warps
 
 
-
 @dataclass(frozen=True, order=True)
 class TransposedMmaConfig(_Parameters):
     """A point of the ``mmat`` family (``templates/backward_mmat.cu.j2``): ``mma.sync`` with scores computed transposed.
@@ -185,6 +184,16 @@ class TransposedMmaConfig(_Parameters):
     @property
     def threads(self) -> int:
         return 32 * self.num_warps
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether query groups hand P and dS to each other."""
+        return self.query_groups > 1 and self.exchange
+
+    @property
+    def splits_k(self) -> bool:
+        """Whether query groups have parts of dK and dV, to be added up."""
+        return self.query_groups > 1 and not self.exchange
 
 
 Config = MmaConfig | TransposedMmaConfig

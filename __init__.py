@@ -1,8 +1,8 @@
 """bwdtune: tuned CUDA attention-backward kernels for PyTorch.
 
 `attention` computes attention with the stored winner as its backward; `enable` and `disable` let PyTorch's own
-`scaled_dot_product_attention` go through it. They are loaded when they are first used: importing the package costs next to
-nothing.
+`scaled_dot_product_attention` go through it. They are loaded when they are first used: importing the package costs
+next to nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .runtime.attention import attention
-    from .runtime.sdpa import disable, enable
+    from .runtime.sdpa import disable, enable, enabled
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attention", "disable", "enable"]
+__all__ = ["__version__", "attention", "disable", "enable", "enabled"]
 
-_MODULES = {"attention": ".runtime.attention", "disable": ".runtime.sdpa", "enable": ".runtime.sdpa"}
+_MODULES = {
+    "attention": ".runtime.attention",
+    "disable": ".runtime.sdpa",
+    "enable": ".runtime.sdpa",
+    "enabled": ".runtime.sdpa",
+}
 
 
 def __getattr__(name: str) -> Any:

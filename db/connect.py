@@ -208,6 +208,8 @@ def errors_of(url: sa.URL) -> Iterator[None]:
         cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig else error
         kind = _cause(cause) if isinstance(cause, sqlite3.Error) else DatabaseUnavailable
         raise kind(describe(url), str(cause)) from error
+    except UnicodeDecodeError as error:  # of names in a damaged schema
+        raise CorruptDatabase(describe(url), str(error)) from error
 
 
 def _cause(error: BaseException) -> type[DatabaseError]:

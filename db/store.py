@@ -67,7 +67,8 @@ _R = TypeVar("_R", bound=Base)
 class Store:
     """A database of results. Make one with `Store.open`.
 
-    It may be shared by threads, goes through a fork (each process has connections of its own) and can be pickled.
+    It may be shared by threads, goes through a fork (each process has connections of its own) and can be pickled. As
+    ever in Python, a fork while another thread is in the middle of a call may leave a lock locked in the child.
 
     Attributes:
         url: What is open; for SQLite its `database` is an absolute path.

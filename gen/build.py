@@ -70,6 +70,7 @@ class Variant:
         seconds: The compile took so long, now or when it was done.
         cached: It was not compiled by this call.
         kernels: Of every kernel, by name.
+        lasting: The same build would end the same way. Not so where the machine failed it: no space, no memory.
     """
 
     source: Source
@@ -84,6 +85,7 @@ class Variant:
     seconds: float
     cached: bool
     kernels: dict[str, CompiledResources] = field(default_factory=dict)
+    lasting: bool = True
 
 
 def build(
@@ -197,6 +199,7 @@ def _variant(source: Source, arch: str, entry: Path, record: Record, *, cached: 
         seconds=record.seconds,
         cached=cached,
         kernels=record.kernels,
+        lasting=record.lasting,
     )
 
 
@@ -268,12 +271,13 @@ def _run_ninja(batch: list[Job], work: Path, jobs: int) -> Generator[tuple[int, 
         with theirs:
             _write_ninja_file(batch, work, theirs.fileno())
             ninja = stack.enter_context(_ninja(work, jobs, theirs.fileno()))
-        started = False
-        # The socket ends when nobody holds its other end any more: neither ninja nor a compile.
-        while message := ours.recv(1 << 20):
+        started, left = False, len(batch)
+        # The socket ends when nobody holds its other end any more, neither ninja nor a compile: one has died then.
+        while left and (message := ours.recv(1 << 20)):
             report = json.loads(message)
             started = True
             if report["event"] == "done":
+                left -= 1
                 yield report["index"], Record.from_dict(report["record"])
             elif report["event"] == "waiting":
                 _log.warning(

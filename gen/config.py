@@ -259,12 +259,11 @@ def parse_config(text: str) -> Config:
         found = {match[1]: int(match[2]) for match in pairs if match}
         if all(pairs) and list(found) == list(FAMILIES[family].abbreviations.values()):
             choices = FAMILIES[family].choices
-            return FAMILIES[family](
-                **{
-                    name: bool(found[short]) if isinstance(choices[name][0], bool) else found[short]
-                    for name, short in FAMILIES[family].abbreviations.items()
-                }
-            )
+            values: dict[str, Any] = {
+                name: bool(found[short]) if isinstance(choices[name][0], bool) else found[short]
+                for name, short in FAMILIES[family].abbreviations.items()
+            }
+            return FAMILIES[family](**values)
     raise UsageError(f"unknown configuration {text!r}: use {', '.join(PRESETS)} or an id such as {PRESETS['v2'].id}")
 
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig
 from .device import Device
@@ -120,8 +121,9 @@ def head_dim_refusal(head_dim: int) -> str | None:
 def all_configs() -> Iterator[Config]:
     """Every point of every family, valid or not, in a fixed order."""
     for config_type in FAMILIES.values():
-        for values in itertools.product(*config_type.choices.values()):
-            yield config_type(**dict(zip(config_type.choices, values, strict=True)))
+        for point in itertools.product(*config_type.choices.values()):
+            values: dict[str, Any] = dict(zip(config_type.choices, point, strict=True))
+            yield config_type(**values)
 
 
 @functools.lru_cache(maxsize=16)

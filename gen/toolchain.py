@@ -1,11 +1,12 @@
 """Finds the compilers: nvcc (CUDA_HOME, PATH, the pip wheels), and g++ or clang++ for kernels as plain C++.
 
-As a script (``python -m bwdtune.gen.toolchain``) it says which nvcc is used, and ends with status 1 where there is none,
-so the set-up knows whether the nvcc wheels are needed.
+As a script (``python -m bwdtune.gen.toolchain``) it says which nvcc is used, and ends with status 1 where there is
+none, so the set-up knows whether the nvcc wheels are needed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -115,11 +116,6 @@ class HostCompiler:
                 digest.update(f"{path.relative_to(_HOST_HEADERS)}\0".encode() + path.read_bytes() + b"\0")
         return digest.hexdigest()
 
-    def check_arch(self, arch: str) -> None:
-        """Raises ToolchainError for any target but ``host``."""
-        if arch != HOST_ARCH:
-            raise ToolchainError(f"{self.version} compiles for {HOST_ARCH!r}, not for {arch!r}")
-
     def flags(self, arch: str) -> tuple[str, ...]:
         """The options that decide the result."""
         return ("-std=c++20", "-O2", "-DBWDTUNE_HOST", "-shared", "-fPIC", "-pthread")
@@ -138,10 +134,21 @@ def find_compiler(arch: str) -> Compiler:
     Raises:
         ToolchainError: There is none.
     """
-    compiler = find_host_compiler() if arch == HOST_ARCH else find_nvcc()
+    if arch == HOST_ARCH:
+        return find_host_compiler()
+    compiler = find_nvcc()
     compiler.check_arch(arch)
-    if arch != HOST_ARCH and not os.environ.get("NVCC_CCBIN") and not shutil.which("g++"):
+    if not os.environ.get("NVCC_CCBIN") and not shutil.which("g++"):
         raise ToolchainError("nvcc needs a C++ compiler, and g++ is not on PATH: install it, or name one in NVCC_CCBIN")
+    driver = _driver_release()
+    if driver and driver[0] < compiler.release[0]:  # it may be for another machine, so this is no error
+        torch = sys.modules.get("torch")
+        built = f"; PyTorch is for {torch.version.cuda}" if torch else ""
+        _warn_once(
+            f"nvcc {compiler.version} ({compiler.nvcc}) makes kernels for CUDA {compiler.release[0]}, which this "
+            f"machine's driver (CUDA {driver[0]}.{driver[1]}{built}) does not load: "
+            f"update the driver, or set CUDA_HOME to a toolkit for CUDA {driver[0]} (12.8 or newer)"
+        )
     return compiler
 
 
@@ -260,6 +267,18 @@ def _ask(command: list[str], *, check: bool = True) -> str:
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
         raise ToolchainError(f"{shlex.join(command)} fails with exit status {answer.returncode}: {last}")
     return text
+
+
+@cache
+def _driver_release() -> tuple[int, int] | None:
+    """The CUDA release that the driver is for; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
 
 
 @cache

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ..gen.errors import UsageError
 from ..gen.problem import Problem
@@ -80,12 +79,32 @@ class _Attention(torch.autograd.Function):
         return result.output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, output, lse = ctx.saved_tensors
-        gradients = backward(ctx.kernel, q, k, v, output, dout, lse, ctx.scale)
+        with torch.no_grad():
+            gradients = backward(ctx.kernel, q, k, v, output, dout, lse, ctx.scale)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _Once.apply(*gradients, q, k, v, dout)
         asked = (gradient if need else None for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False))
         return (*asked, None, None, None)
+
+
+class _Once(torch.autograd.Function):
+    """Hands gradients on, and keeps anyone from taking them for constants.
+
+    PyTorch's `once_differentiable` does so only where dout needs a gradient; the gradient of a sum would be a constant.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *sources: torch.Tensor) -> Any:
+        return dq, dk, dv
+
+    @staticmethod
+    def backward(ctx: Any, *unused: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "the gradients of bwdtune.attention cannot be differentiated again: "
+            "use torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH"
+        )
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

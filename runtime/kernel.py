@@ -191,11 +191,6 @@ class Kernel:
             KernelError: A shape, dtype, device or layout that this kernel does not take.
         """
         self._check(q, k, v, o, dout, lse, dq, dk, dv)
-        inputs = [addressable(tensor) for tensor in (q, o, dout, k, v)]
-        outputs = [dq, dk, dv]
-        for name, tensor in zip(_OUTPUTS, outputs, strict=True):
-            if not is_addressable(tensor):
-                raise KernelError(f"{name} has strides {tensor.stride()}: a kernel cannot write to that layout")
         lse = lse.contiguous()
         arguments = _Arguments(
             struct_bytes=ctypes.sizeof(_Arguments),
@@ -209,8 +204,20 @@ class Kernel:
             device=q.device.index or 0,
             stream=torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None,
         )
-        for name, tensor in zip((*_INPUTS, *_OUTPUTS), (*inputs, *outputs), strict=True):
-            setattr(arguments, name, _describe(tensor))
+        held = [lse]
+        for name, tensor in zip(_INPUTS, (q, o, dout, k, v), strict=True):
+            described = _describe(tensor)
+            if described is None:
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+                described = _describe(tensor)
+            setattr(arguments, name, described)
+            held.append(tensor)
+        for name, tensor in zip(_OUTPUTS, (dq, dk, dv), strict=True):
+            described = _describe(tensor)
+            if described is None:
+                raise KernelError(f"{name} has strides {tensor.stride()}: a kernel cannot write to that layout")
+            setattr(arguments, name, described)
+            held.append(tensor)
         needed = self._workspace_bytes(ctypes.byref(arguments))
         if needed < 0:
             raise KernelError(f"{self.info.config}: {self._text(needed)}")
@@ -220,7 +227,7 @@ class Kernel:
             raise KernelError(f"the workspace must hold {needed} bytes, 16-byte aligned, on {q.device}")
         arguments.workspace = workspace.data_ptr()
         arguments.workspace_bytes = workspace.numel()
-        return Launch(arguments, (*inputs, *outputs, lse, workspace), self._launch)
+        return Launch(arguments, (*held, workspace), self._launch)
 
     def launch(
         self,
@@ -331,20 +338,7 @@ def is_addressable(tensor: torch.Tensor) -> bool:
 
     A stride of zero (an expanded dimension) is not addressable; the stride of a dimension of size one is ignored.
     """
-    size = tensor.element_size()
-    return (
-        (tensor.stride(3) == 1 or tensor.shape[3] == 1)
-        and tensor.data_ptr() % _ALIGNMENT_BYTES == 0
-        and all(
-            extent == 1 or (0 < stride * size < _STRIDE_LIMIT_BYTES and stride * size % _ALIGNMENT_BYTES == 0)
-            for extent, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-        )
-    )
-
-
-def addressable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a packed copy where TMA cannot address it as it lies."""
-    return tensor if is_addressable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+    return _describe(tensor) is not None
 
 
 def _gradient_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -352,11 +346,19 @@ def _gradient_like(tensor: torch.Tensor) -> torch.Tensor:
     return gradient if is_addressable(gradient) else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _describe(tensor: torch.Tensor) -> _Tensor:
-    # The stride of a dimension of size one is never multiplied by anything but zero, yet torch allows any value there
-    # and TMA does not: the row's length always suits it.
-    strides = (
-        tensor.shape[3] if extent == 1 else stride
-        for extent, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    )
-    return _Tensor(tensor.data_ptr(), *strides)
+def _describe(tensor: torch.Tensor) -> _Tensor | None:
+    """A tensor in the interface's terms; None where it is not addressable."""
+    *extents, head_dim = tensor.shape
+    *strides, last_stride = tensor.stride()
+    pointer, size = tensor.data_ptr(), tensor.element_size()
+    if pointer % _ALIGNMENT_BYTES or last_stride != 1:
+        return None
+    for index, extent in enumerate(extents):
+        stride_bytes = strides[index] * size
+        if extent == 1:
+            # Never multiplied by anything but zero, yet torch allows any value there and TMA does not: a row's length
+            # always suits it.
+            strides[index] = head_dim
+        elif stride_bytes <= 0 or stride_bytes % _ALIGNMENT_BYTES or stride_bytes >= _STRIDE_LIMIT_BYTES:
+            return None
+    return _Tensor(pointer, *strides)

@@ -54,12 +54,14 @@ class FakeBuilder:
     Attributes:
         broken: Configurations that do not compile.
         spills: Bytes that a configuration spills for a target.
+        lasting: Whether what does not compile never will.
         delay_s: How long a compile takes.
         compiled: What it was asked for: configuration and target.
     """
 
     broken: Callable[[Config], bool] = lambda config: False
     spills: Callable[[Config, str], int] = lambda config, arch: 0
+    lasting: bool = True
     delay_s: float = 0.0
     compiled: list[tuple[Config, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -81,6 +83,7 @@ class FakeBuilder:
             log=None,
             seconds=1.0,
             cached=False,
+            lasting=ok or self.lasting,
         )
 
 

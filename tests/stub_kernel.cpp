@@ -77,13 +77,18 @@ struct Rows {
 
   Rows(const bwdtune_tensor& t, int64_t batch, int64_t head)
       : data(static_cast<uint16_t*>(t.data) + batch * t.stride_batch + head * t.stride_head), stride(t.stride_seqlen) {}
-  float get(int64_t row, int column) const { return load(data[row * stride + column]); }
+  std::vector<float> load(int64_t rows) const {
+    std::vector<float> values(rows * HEAD_DIM);
+    for (int64_t i = 0; i < rows * HEAD_DIM; i++) values[i] = ::load(data[i / HEAD_DIM * stride + i % HEAD_DIM]);
+    return values;
+  }
   void set(int64_t row, int column, float value) const { data[row * stride + column] = store(value); }
 };
 
 void head(const bwdtune_arguments& a, int64_t batch, int64_t head_kv) {
   const int64_t group = a.heads_q / a.heads_kv, sq = a.seqlen_q, skv = a.seqlen_kv;
-  const Rows k(a.k, batch, head_kv), v(a.v, batch, head_kv), dk(a.dk, batch, head_kv), dv(a.dv, batch, head_kv);
+  const Rows dk(a.dk, batch, head_kv), dv(a.dv, batch, head_kv);
+  const std::vector<float> k = Rows(a.k, batch, head_kv).load(skv), v = Rows(a.v, batch, head_kv).load(skv);
   std::vector<float> dk_sum(skv * HEAD_DIM), dv_sum(skv * HEAD_DIM), dq_row(HEAD_DIM);
   for (int64_t head_q = head_kv * group; head_q < (head_kv + 1) * group; head_q++) {
     bwdtune_tensor dout_layout = a.dout;
@@ -92,28 +97,34 @@ void head(const bwdtune_arguments& a, int64_t batch, int64_t head_kv) {
       dout_layout.stride_head = sq * HEAD_DIM;
       dout_layout.stride_batch = a.heads_q * sq * HEAD_DIM;
     }
-    const Rows q(a.q, batch, head_q), o(a.o, batch, head_q), dout(dout_layout, batch, head_q), dq(a.dq, batch, head_q);
+    const Rows dq(a.dq, batch, head_q);
+    const std::vector<float> q = Rows(a.q, batch, head_q).load(sq), o = Rows(a.o, batch, head_q).load(sq),
+                             dout = Rows(dout_layout, batch, head_q).load(sq), dq_before = dq.load(sq);
     const float* lse = a.lse + (batch * a.heads_q + head_q) * sq;
     for (int64_t i = 0; i < sq; i++) {
+      const float *q_row = &q[i * HEAD_DIM], *dout_row = &dout[i * HEAD_DIM];
       float delta = 0;
-      for (int d = 0; d < HEAD_DIM; d++) delta += o.get(i, d) * dout.get(i, d);
+      for (int d = 0; d < HEAD_DIM; d++) delta += o[i * HEAD_DIM + d] * dout_row[d];
       std::fill(dq_row.begin(), dq_row.end(), 0.f);
       const int64_t keys = CAUSAL ? std::min(i + 1 + (FAULT == OTHER_MASK), skv) : skv - (FAULT == OTHER_MASK);
       for (int64_t j = 0; j < keys; j++) {
+        const float *k_row = &k[j * HEAD_DIM], *v_row = &v[j * HEAD_DIM];
         float s = 0, dp = 0;
         for (int d = 0; d < HEAD_DIM; d++) {
-          s += q.get(i, d) * k.get(j, d);
-          dp += dout.get(i, d) * v.get(j, d);
+          s += q_row[d] * k_row[d];
+          dp += dout_row[d] * v_row[d];
         }
         const float p = std::exp(a.scale * s - lse[i]), ds = p * (dp - delta) * a.scale;
-        const bool counts = FAULT != ONE_QUERY_HEAD || head_q % group == 0;
+        const float ds_for_dq = FAULT == FORGETS_THE_SCALE ? ds / a.scale : ds;
+        for (int d = 0; d < HEAD_DIM; d++) dq_row[d] += ds_for_dq * k_row[d];
+        if (FAULT == ONE_QUERY_HEAD && head_q % group) continue;
         for (int d = 0; d < HEAD_DIM; d++) {
-          dq_row[d] += ds * k.get(j, d) / (FAULT == FORGETS_THE_SCALE ? a.scale : 1);
-          if (counts) dk_sum[j * HEAD_DIM + d] += ds * q.get(i, d);
-          if (counts) dv_sum[j * HEAD_DIM + d] += p * dout.get(i, d);
+          dk_sum[j * HEAD_DIM + d] += ds * q_row[d];
+          dv_sum[j * HEAD_DIM + d] += p * dout_row[d];
         }
       }
-      for (int d = 0; d < HEAD_DIM; d++) dq.set(i, d, dq_row[d] + (FAULT == ACCUMULATES ? dq.get(i, d) : 0));
+      for (int d = 0; d < HEAD_DIM; d++)
+        dq.set(i, d, dq_row[d] + (FAULT == ACCUMULATES ? dq_before[i * HEAD_DIM + d] : 0));
     }
     if (FAULT == NAN_TAIL && sq % 2) dq.set(sq - 1, 0, NAN);
   }
@@ -123,7 +134,7 @@ void head(const bwdtune_arguments& a, int64_t batch, int64_t head_kv) {
       dk.set(j, d, dk_sum[j * HEAD_DIM + d]);
       dv.set(j, d, dv_sum[j * HEAD_DIM + d]);
     }
-  if (FAULT == ONE_ELEMENT && skv > 70) dv.set(70, 5, dv.get(70, 5) * -1.5f);
+  if (FAULT == ONE_ELEMENT && skv > 70) dv.set(70, 5, dv_sum[70 * HEAD_DIM + 5] * -1.5f);
   if (FAULT == WRITES_PAST_THE_END && batch == a.batch - 1 && head_kv == a.heads_kv - 1)
     for (int d = 0; d < HEAD_DIM; d++) dk.set(skv, d, 1);
 }

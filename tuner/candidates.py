@@ -106,7 +106,7 @@ class CandidateSearch(ABC):
         self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed
         self.notes: list[str] = []
         self.best: tuple[Config, float] | None = None
-        self._refusals = kinds_of_refusal(refused)
+        self._refusals = kinds_of_refusal(refused.values(), self.space_device)
         self._failures: dict[Config, str] = {}
         self._builder, self._progress = builder, progress
         self._interrupts = Interrupts()
@@ -325,7 +325,7 @@ def _tell(proposals: Proposals, candidate: Candidate) -> None:
 def _refused(variant: Variant, spill_bound_bytes: int | None) -> Outcome | None:
     """Why the compiler gate does not let a variant pass; with no bound, spills do not matter."""
     if variant.status != "ok":
-        return Outcome("failed", reason=f"{variant.arch}: {variant.error or variant.status}")
+        return Outcome("failed", reason=f"{variant.arch}: {variant.error or variant.status}", lasting=variant.lasting)
     spills = variant.resources.spill_bytes if variant.resources else 0
     if spill_bound_bytes is None or spills <= spill_bound_bytes:
         return None

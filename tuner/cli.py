@@ -128,9 +128,8 @@ def search(
     writable_cache_dir(cache)
 
     console = _console(stderr=True)
-    if device is not gpu:
-        there = why_not or f"the GPU here is {gpu.name if gpu else ''}"
-        console.print(f"{there}; candidates are compiled for {device.name}, and not run", soft_wrap=True)
+    if device is not gpu and arch is None:
+        console.print(f"compiling for {device.name}, since {why_not}", soft_wrap=True)
     with (
         closing(Store.open(database)) as store,
         _bench(device if device is gpu else None, toolkit) as (bench, environment),
@@ -185,7 +184,8 @@ def list_(database: DatabaseOption = None, as_json: JsonOption = False) -> None:
 
     with closing(Store.open(database, read_only=True)) as store:
         winners = store.winners()
-    _print([winner_to_dict(winner) for winner in winners], [winners_table(winners)], as_json)
+    shown = [winners_table(winners)] if winners else ["no winner is stored yet: `tuner search` finds one"]
+    _print([winner_to_dict(winner) for winner in winners], shown, as_json)
 
 
 @app.command()
@@ -203,7 +203,8 @@ def show(
     problem = Problem.parse(shape, dtype=dtype, causal=causal)
     with closing(Store.open(database, read_only=True)) as store:
         history = store.show(problem)
-    _print(history_to_dict(history), history_tables(history), as_json)
+    nothing = f"nothing is stored of {problem.label}: `tuner search` finds something"
+    _print(history_to_dict(history), history_tables(history) or [nothing], as_json)
 
 
 @app.command()

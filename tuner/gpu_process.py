@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -18,7 +19,7 @@ from ..gen.problem import Problem
 from ..runtime import torch_attention
 from ..runtime.kernel import Kernel, KernelError
 from .timing import Policy, Timed, Timings, time_kernels
-from .verify import Case, Inputs, Verifier, make_inputs
+from .verify import Inputs, Verifier
 from .worker import Answer, Request, Running
 
 PEERS: dict[str, Callable[..., torch_attention.Forward]] = {
@@ -38,6 +39,7 @@ def main(connection: Connection, device: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, which ends this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    warnings.simplefilter("ignore")  # PyTorch's would be written across the parent's progress bar
     torch.set_grad_enabled(False)
     try:
         bench = _GpuBench(torch.device(device), connection)
@@ -54,8 +56,13 @@ def main(connection: Connection, device: str) -> None:
 
 
 def _answer(bench: _GpuBench, request: Request) -> Answer:
+    call = getattr(bench, request.method)
     try:
-        return Answer(result=getattr(bench, request.method)(*request.arguments))
+        try:
+            return Answer(result=call(*request.arguments))
+        except torch.OutOfMemoryError:
+            bench.forget()
+        return Answer(result=call(*request.arguments))
     except torch.OutOfMemoryError:
         bench.forget()
         return Answer(fatal="the GPU has too little free memory for this problem: choose a smaller one")
@@ -88,7 +95,6 @@ class _GpuBench:
         self._device, self._connection = device, connection
         self._verifier = Verifier(device)
         self._kernels: dict[Path, Kernel] = {}
-        self._inputs: tuple[Problem, Inputs] | None = None
 
     def verify(self, problem: Problem, libraries: dict[str, Path]) -> VerificationRecord:
         (kernel,) = self._load(libraries).values()
@@ -99,14 +105,20 @@ class _GpuBench:
         return self._verifier.verify_at(problem, kernel)
 
     def time(self, problem: Problem, libraries: dict[str, Path], peers: Sequence[str], policy: Policy) -> Timings:
-        inputs = self._inputs_of(problem)
+        inputs = self._verifier.inputs_at(problem)
         arena = _Arena(problem, inputs)
-        kernels = {name: arena.timed(kernel) for name, kernel in self._load(libraries).items()}
+        kernels = {}
+        for name, kernel in self._load(libraries).items():
+            self._say_running(name)
+            kernels[name] = arena.timed(kernel)
         unavailable = {}
         for name in peers:
+            self._say_running(name)
             try:
                 kernels[name] = self._peer(name, problem, inputs)
             except Exception as error:  # whatever keeps PyTorch's kernel from this problem is the reason
+                if not self.healthy():
+                    raise
                 unavailable[name] = _one_line(error)
         timings = time_kernels(kernels, policy, self._device, self._say_running)
         for name in libraries:
@@ -126,7 +138,6 @@ class _GpuBench:
 
     def forget(self) -> None:
         """Frees what was kept for the next request."""
-        self._inputs = None
         self._verifier = Verifier(self._device)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -143,23 +154,17 @@ class _GpuBench:
             loaded[name] = self._kernels[library]
         return loaded
 
-    def _inputs_of(self, problem: Problem) -> Inputs:
-        if self._inputs is None or self._inputs[0] != problem:
-            self._inputs = None
-            self._inputs = (problem, make_inputs(Case(problem, "normal"), self._device))
-        return self._inputs[1]
-
     def _peer(self, name: str, problem: Problem, inputs: Inputs) -> Timed:
         if self._device.type != "cuda":
             raise KernelError("it runs on a GPU only")
         forward = PEERS[name](inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
-        forward.backward(inputs.dout)
+
+        def run() -> None:
+            forward.backward(inputs.dout)
+
+        run()
         torch.cuda.synchronize(self._device)
-        return Timed(lambda: _drop(forward.backward(inputs.dout)))
-
-
-def _drop(gradients: torch_attention.Gradients) -> None:
-    del gradients
+        return Timed(run)
 
 
 class _Arena:

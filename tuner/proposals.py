@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
+from sqlalchemy.exc import SQLAlchemyError
 
 from ..gen.config import FAMILIES, Config, config_from_dict
 from ..gen.errors import BwdtuneError
@@ -40,11 +42,13 @@ class Outcome:
             run); or ``unmeasured`` where it passed and nothing was there to time it.
         ms: The median time of a measured candidate, None for the others: no number stands in for a failure.
         reason: Why it was refused or failed, in one line.
+        lasting: Another search would come to the same; not so where the machine failed, and not the candidate.
     """
 
     state: Literal["measured", "refused", "failed", "unmeasured"]
     ms: float | None = None
     reason: str = ""
+    lasting: bool = True
 
     @classmethod
     def timed(cls, ms: float) -> Outcome:
@@ -122,19 +126,25 @@ class StudyLog:
         space_hash: That hash.
         conditions: What a time depends on besides the configuration (driver, toolkit, policy, …). Trials made under
             other conditions stay in the log but are not read back.
+
+    Raises:
+        BwdtuneError: The database fails, here or in a method.
     """
 
     def __init__(self, storage: BaseStorage, name: str, *, space_hash: str, conditions: str) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        known = optuna.get_all_study_names(storage)
-        other_space = name.removesuffix(space_hash)
-        self.replaces_older_space = name not in known and any(other.startswith(other_space) for other in known)
-        self._study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
         self._conditions = conditions
+        other_space = name.removesuffix(space_hash)
+        with _one_line_errors():
+            known = optuna.get_all_study_names(storage)
+            self._study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+        self.replaces_older_space = name not in known and any(other.startswith(other_space) for other in known)
 
     def past(self) -> Iterator[tuple[Config, Outcome]]:
         """The outcomes logged under the same conditions, oldest first. What is no configuration today is left out."""
-        for trial in self._study.get_trials(deepcopy=False):
+        with _one_line_errors():
+            trials = self._study.get_trials(deepcopy=False)
+        for trial in trials:
             if trial.user_attrs.get(_CONDITIONS_ATTRIBUTE) != self._conditions or trial.state not in _OUTCOME_STATES:
                 continue
             try:
@@ -144,15 +154,20 @@ class StudyLog:
             yield config, _outcome(trial)
 
     def add(self, config: Config, outcome: Outcome) -> None:
-        """Logs an ended trial, in one transaction.
-
-        Raises:
-            BwdtuneError: The database did not take it.
-        """
-        try:
+        """Logs an ended trial, in one transaction; not one whose outcome does not last."""
+        if not outcome.lasting:
+            return
+        with _one_line_errors():
             self._study.add_trial(_finished_trial(config, outcome, self._conditions))
-        except optuna.exceptions.StorageInternalError as error:
-            raise BwdtuneError(f"the database did not take a trial ({error}): search again to go on") from error
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise BwdtuneError(f"Optuna cannot use the database ({reason}): search again to go on") from error
 
 
 _STATES: Mapping[str, TrialState] = {

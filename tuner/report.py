@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -78,6 +78,7 @@ class Counts:
         refused_by_arithmetic: Those that it does not.
         earlier: Valid ones that earlier searches had settled.
         decided: Candidates of this search that were settled, by whatever gate.
+        passed: Those that passed the compiler gate where nothing was there to measure them.
         measured: Those that were verified and timed.
         stored: Those that a stored result answered.
         refused: Those that the compiler gate refused.
@@ -88,6 +89,7 @@ class Counts:
     refused_by_arithmetic: int = 0
     earlier: int = 0
     decided: int = 0
+    passed: int = 0
     measured: int = 0
     stored: int = 0
     refused: int = 0
@@ -196,10 +198,18 @@ class SearchResult:
     def summary(self) -> list[str]:
         """What was tried, what fell where and why, and where the time went: lines for people."""
         counts, lines = self.counts, list(self.notes)
+        ways = {
+            "measured": counts.measured,
+            "passed": counts.passed,
+            "answered by stored results": counts.stored,
+            "refused by the compiler gate": counts.refused,
+            "failed": counts.failed,
+        }
+        decided = ", ".join(f"{count} {way}" for way, count in ways.items() if count) or "none"
+        earlier = f"; {counts.earlier} were settled earlier" if counts.earlier else ""
         lines.append(
-            f"{counts.valid:,} valid configurations ({counts.refused_by_arithmetic:,} refused by arithmetic); "
-            f"decided now {counts.decided}: {counts.measured} measured, {counts.stored} from stored results, "
-            f"{counts.refused} refused by the compiler gate, {counts.failed} failed; settled earlier: {counts.earlier}"
+            f"{counts.valid:,} valid configurations ({counts.refused_by_arithmetic:,} are refused by arithmetic); "
+            f"{counts.decided} decided: {decided}{earlier}"
         )
         if self.exhausted:
             lines.append("space exhausted: every valid configuration is settled")
@@ -226,11 +236,11 @@ class SearchResult:
         ]
 
 
-def kinds_of_refusal(reasons: Mapping[Config, str]) -> dict[str, int]:
+def kinds_of_refusal(reasons: Iterable[str], device: Device) -> dict[str, int]:
     """Counts refusals that differ in their numbers only as one kind, the most frequent first."""
     kinds: dict[str, int] = {}
-    for reason in reasons.values():
-        kind = re.sub(r"\d[\d,.]*\d|\d", "N", reason)
+    for reason in reasons:
+        kind = re.sub(r"\d[\d,.]*\d|\d", "N", reason.replace(device.name, "the card"))
         kinds[kind] = kinds.get(kind, 0) + 1
     return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
@@ -274,8 +284,11 @@ class Status:
 
     def text(self) -> str:
         counts = self.counts
+        fallen = f"refused {counts.refused}, failed {counts.failed}"
+        if counts.passed:
+            return f"passed {counts.passed}, {fallen}"
         best = f"best {self.best[1]:.3f} ms {self.best[0].id}" if self.best else "no best yet"
-        return f"{best} | measured {counts.measured + counts.stored}, refused {counts.refused}, failed {counts.failed}"
+        return f"{best} | measured {counts.measured + counts.stored}, {fallen}"
 
 
 class Progress(Protocol):

@@ -17,7 +17,7 @@ from ..gen.config import PRESETS, Config, preset_name
 from ..gen.device import Device
 from ..gen.problem import Problem
 from ..gen.render import Source, render
-from ..gen.space import space_hash
+from ..gen.space import refusal, space_hash
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
 from .options import LIMITS, SearchOptions
 from .proposals import Outcome, Proposals, StudyLog
@@ -110,6 +110,7 @@ class _Survey(CandidateSearch):
             self.record(variant)
         if compiled.refused:
             return compiled.refused
+        self.counts.passed += 1
         self._survivors.append(
             self.row(preset_name(candidate.config) or "candidate", candidate.config, compiled.variant)
         )
@@ -159,7 +160,15 @@ class _Tuning(CandidateSearch):
         self._incumbent: Variant | None = None
         self._noisy = 0
         name = store.study_name(problem, device, options.limits, space_hash())
-        conditions = f"{environment} {SEARCH_POLICY.id}"
+        conditions = " ".join(
+            (
+                f"{environment.gpu.name} {environment.gpu.capability}",
+                f"driver {environment.driver}",
+                f"nvcc {environment.toolkit}",
+                f"torch {environment.torch}",
+                SEARCH_POLICY.id,
+            )
+        )
         self._log = StudyLog(store.optuna_storage(), name, space_hash=space_hash(), conditions=conditions)
         if self._log.replaces_older_space:
             self.notes.append(
@@ -206,9 +215,10 @@ class _Tuning(CandidateSearch):
                 self._record_time(variant_id, timing, SEARCH_POLICY, timings.clock_mhz)
         except (CandidateError, InvalidRecord) as error:
             return Outcome("failed", reason=str(error))
-        if outcome.ms is not None and (self.best is None or outcome.ms < self.best[1]):
-            self._incumbent = compiled.variant
-        self.counts.measured += 1
+        if outcome.ms is not None:
+            self.counts.measured += 1
+            if self.best is None or outcome.ms < self.best[1]:
+                self._incumbent = compiled.variant
         return outcome
 
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
@@ -293,7 +303,12 @@ class _Tuning(CandidateSearch):
         if present and present.config in self.configs:
             names.setdefault(present.config, "finalist")
         self.tell(f"compiling {len(names)} finalists and presets")
-        racers, rows = [], []
+        racers = []
+        rows = [
+            self.row(name, config, note=f"not valid here: {refusal(self.problem, config, self.space_device)}")
+            for name, config in PRESETS.items()
+            if config not in names
+        ]
         for config, compiled in self.compile_all(names).items():
             self.tell(f"checking {len(names)} finalists and presets at full size")
             try:

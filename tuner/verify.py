@@ -242,7 +242,9 @@ class Verifier:
         """
         self.device = torch.device(device)
         self._small: dict[Case, _Prepared] = {}
-        self._real: _Prepared | None = None  # only the last: its tensors are large
+        # Of the last problem only, whose tensors may be large:
+        self._real_inputs: tuple[Case, Inputs] | None = None
+        self._real: _Prepared | None = None
 
     def verify(self, problem: Problem, kernel: Kernel) -> VerificationRecord:
         """Checks a kernel on the small cases of a problem.
@@ -252,7 +254,7 @@ class Verifier:
         """
         for case in cases(problem, cuda=self.device.type == "cuda"):
             if case not in self._small:
-                self._small[case] = _prepare(case, self.device)
+                self._small[case] = _prepare(case, make_inputs(case, self.device))
         return _judge(kernel, [self._small[case] for case in cases(problem, cuda=self.device.type == "cuda")])
 
     def verify_at(self, problem: Problem, kernel: Kernel) -> VerificationRecord:
@@ -261,15 +263,29 @@ class Verifier:
         Raises:
             torch.OutOfMemoryError: There is no memory for the problem.
         """
-        case = Case(problem, "normal", every_head=False)
-        if self._real is None or self._real.case != case:
-            self._real = None
-            self._real = _prepare(case, self.device)
+        inputs = self.inputs_at(problem)
+        if self._real is None:
+            self._real = _prepare(_real_case(problem), inputs)
         return _judge(kernel, [self._real])
 
+    def inputs_at(self, problem: Problem) -> Inputs:
+        """The inputs of `verify_at`, which are kept until another problem comes.
 
-def _prepare(case: Case, device: torch.device) -> _Prepared:
-    inputs = make_inputs(case, device)
+        Raises:
+            torch.OutOfMemoryError: There is no memory for the problem.
+        """
+        case = _real_case(problem)
+        if self._real_inputs is None or self._real_inputs[0] != case:
+            self._real_inputs = self._real = None  # before the new ones take their memory
+            self._real_inputs = (case, make_inputs(case, self.device))
+        return self._real_inputs[1]
+
+
+def _real_case(problem: Problem) -> Case:
+    return Case(problem, "normal", every_head=False)
+
+
+def _prepare(case: Case, inputs: Inputs) -> _Prepared:
     last = (case.problem.batch - 1, case.problem.heads_kv - 1)
     every = [(batch, head) for batch in range(last[0] + 1) for head in range(last[1] + 1)]
     checked = every if case.every_head else sorted({(0, 0), last})

@@ -132,8 +132,17 @@ class Worker:
             CandidateError: One of the variants crashed, hung or left its outputs unwritten.
             WorkerError: Nothing can be timed.
         """
-        result: Timings = self._ask("time", problem, variants, tuple(peers), policy)
-        return result
+        unavailable: dict[str, str] = {}
+        while True:
+            remaining = tuple(name for name in peers if name not in unavailable)
+            try:
+                timings: Timings = self._ask("time", problem, variants, remaining, policy)
+            except CandidateError as error:
+                if error.candidate not in remaining:
+                    raise
+                unavailable[error.candidate] = str(error)
+            else:
+                return replace(timings, unavailable={**unavailable, **timings.unavailable})
 
     def _ask(self, method: str, problem: Problem, variants: Sequence[Variant], *arguments: Any) -> Any:
         libraries = {}

@@ -119,6 +119,8 @@ inline float exp2_approx(float x) {
   return y < 0x1p-126f ? 0.0f : y;
 }
 
+inline uint32_t opaque(uint32_t value) { return value; }
+
 // ---- threads ----
 
 inline void sync_threads(int line = __builtin_LINE()) { block().sync_threads(line); }
@@ -137,8 +139,6 @@ inline void execute_sync_warp(Warp& warp) { warp.lanes[0].block->join_warp(warp)
 constexpr WarpInstruction SYNC_WARP = {"bar.warp.sync", execute_sync_warp};
 
 inline void sync_warp(int line = __builtin_LINE()) { block().execute_in_warp(SYNC_WARP, nullptr, line); }
-
-inline uint32_t opaque(uint32_t value) { return value; }
 
 inline bool elect_one(int line = __builtin_LINE()) {
   bool elected;
@@ -447,9 +447,10 @@ struct MmaOperands {
 // the pairs (t, g) and (t + 8, g), along k; of the accumulator (g, t) and (g + 8, t).
 template <class Element>
 void execute_mma(Warp& warp) {
-  typedef float Row __attribute__((vector_size(32)));  // 8 columns
+  // Four floats: what every CPU has in one register.
+  typedef float Quad __attribute__((vector_size(16), may_alias));
   float a[16][16];
-  Row b[16], accumulator[16];
+  alignas(16) float b[16][8], accumulator[16][8];
   for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
     const MmaOperands& operands = operands_of<MmaOperands>(warp, lane);
     const uint32_t g = lane / 4, t = lane % 4 * 2;
@@ -465,11 +466,21 @@ void execute_mma(Warp& warp) {
       b[t + i * 8 + 1][g] = pair.y;
     }
   }
-  for (uint32_t m = 0; m < 16; m++)
-    for (uint32_t k = 0; k < 16; k++) accumulator[m] += a[m][k] * b[k];
+  for (uint32_t m = 0; m < 16; m++) {
+    Quad* sums = reinterpret_cast<Quad*>(accumulator[m]);
+    Quad left = sums[0], right = sums[1];
+    for (uint32_t k = 0; k < 16; k++) {
+      const Quad* row = reinterpret_cast<const Quad*>(b[k]);
+      left += a[m][k] * row[0];
+      right += a[m][k] * row[1];
+    }
+    sums[0] = left;
+    sums[1] = right;
+  }
   for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
     const MmaOperands& operands = operands_of<MmaOperands>(warp, lane);
-    for (uint32_t i = 0; i < 4; i++) operands.accumulator[i] = accumulator[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+    const uint32_t g = lane / 4, t = lane % 4 * 2;
+    for (uint32_t i = 0; i < 4; i++) operands.accumulator[i] = accumulator[g + i / 2 * 8][t + i % 2];
   }
 }
 template <class Element>

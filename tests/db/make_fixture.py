@@ -1,4 +1,6 @@
-"""Makes `fixtures/schema_N.sqlite`, a database of this version's schema N: run it once when the schema changes, and commit the file.
+"""Makes `fixtures/schema_N.sqlite`, a database of this version's schema N.
+
+Run it once when the schema has changed, and commit the file:
 
     python tests/db/make_fixture.py
 
@@ -32,17 +34,25 @@ def main() -> None:
         for time_ms, (name, config) in enumerate(PRESETS.items(), 4):
             variant = store.record_variant(
                 problem,
-                VariantRecord(config, f"source of {name}", "templates", "sm_90a", "13.0.88", registers=168, threads=256),
+                VariantRecord(
+                    config, f"source of {name}", "templates", "sm_90a", "13.0.88", registers=168, threads=256
+                ),
             )
-            verification = store.record_verification(problem, variant, VerificationRecord(True, 2e-3, {"normal": {"dq": 2e-3}}))
+            verification = store.record_verification(
+                problem, variant, VerificationRecord(True, 2e-3, {"normal": {"dq": 2e-3}})
+            )
             measurement = store.record_measurement(
                 problem, variant, MeasurementRecord(environment, "search-1", time_ms, time_ms - 0.1, time_ms + 0.1, 20)
             )
             store.set_winner(problem, environment, None, measurement, verification)
-    failed = VariantRecord(replace(PRESETS["v1"], stages=3), "source", "templates", "sm_90a", "13.0.88", "failed", "ptxas died")
+    failed = VariantRecord(
+        replace(PRESETS["v1"], stages=3), "source", "templates", "sm_90a", "13.0.88", "failed", "ptxas died"
+    )
     store.record_variant(square, failed)
     wrong = store.record_variant(square, replace(failed, source_hash="another", status="ok", error=""))
-    store.record_verification(square, wrong, VerificationRecord(False, float("nan"), {"normal": {"dq": float("nan")}}, "NaN in dq"))
+    store.record_verification(
+        square, wrong, VerificationRecord(False, float("nan"), {"normal": {"dq": float("nan")}}, "NaN in dq")
+    )
     storage = store.optuna_storage()
     study = optuna.create_study(storage=storage, study_name="a study")
     study.tell(study.ask({"block_q": optuna.distributions.CategoricalDistribution([32, 64])}), 4.0)

@@ -1,4 +1,4 @@
-"""Opening: exactly the file that was named, and never harm to one that is not ours, not whole, or not for us to write."""
+"""Opening: exactly the file that was named, and no harm to one that is not ours, not whole, or not for us to write."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ class TestNames:
         assert {path for path in files if not str(path).endswith(("-wal", "-shm"))} == {Path(name)}
         assert Store.open(tmp_path / name, read_only=True).winners() == []
 
-    @given(name=st.text(st.characters(blacklist_characters="/\0", blacklist_categories=["Cs"]), min_size=1, max_size=40))
+    @given(
+        name=st.text(st.characters(blacklist_characters="/\0", blacklist_categories=["Cs"]), min_size=1, max_size=40)
+    )
     @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_any_path(self, empty_file: Path, name: str) -> None:
         if name in (".", "..") or len(os.fsencode(name)) > 200:
@@ -329,7 +331,7 @@ class TestBroken:
     @given(data=st.data())
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_any_damage(self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-        """Opens, or is refused; nothing else comes out of it, and reading never raises anything but an error of ours."""
+        """It opens, or is refused, and reading it raises no error but ours."""
         whole = (FIXTURES / "schema_1.sqlite").read_bytes()
         start = data.draw(st.integers(0, len(whole) - 1))
         patch = data.draw(st.binary(min_size=1, max_size=64))
@@ -337,11 +339,10 @@ class TestBroken:
         path = tmp_path_factory.mktemp("damaged") / "x.sqlite"
         path.write_bytes((whole[:start] + patch + whole[start + len(patch) :])[:keep])
         for read_only in (True, False):
-            with contextlib.suppress(BwdtuneError):
-                with contextlib.closing(Store.open(path, read_only=read_only)) as store:
-                    store.measurements()
-                    for winner in store.winners():
-                        store.winner(winner.problem, winner.environment.gpu)
+            with contextlib.suppress(BwdtuneError), contextlib.closing(Store.open(path, read_only=read_only)) as store:
+                store.measurements()
+                for winner in store.winners():
+                    store.winner(winner.problem, winner.environment.gpu)
 
     def test_the_versions_are_named(self, database: Path) -> None:
         _newer(database)
@@ -463,7 +464,7 @@ class TestReadOnly:
 
     @pytest.fixture
     def public(self, as_ordinary_user: Any) -> Iterator[Path]:
-        """A directory that the ordinary user can reach (pytest's own are private), with a database that has a winner."""
+        """A directory that the ordinary user can reach (pytest's own are private), with a database."""
         directory = Path(tempfile.mkdtemp())
         directory.chmod(0o755)
         shutil.copy(FIXTURES / "schema_1.sqlite", directory / "x.sqlite")

@@ -100,7 +100,11 @@ class TestWinners:
 
     def test_a_verdict_cannot_be_taken_back_behind_a_winner(self, raw: Any, row: dict[str, Any]) -> None:
         insert(raw, "winners", **row)
-        for statement in ("UPDATE verifications SET passed = 0", "DELETE FROM verifications", "DELETE FROM measurements"):
+        for statement in (
+            "UPDATE verifications SET passed = 0",
+            "DELETE FROM verifications",
+            "DELETE FROM measurements",
+        ):
             with pytest.raises(sqlite3.IntegrityError):
                 raw.execute(statement)
 
@@ -201,7 +205,9 @@ class TestUnvalidated:
         assert with_winner.store.winner(with_winner.problem, with_winner.gpu) is None
         assert "passed over" in caplog.text
 
-    def test_only_the_bad_row_is_passed_over(self, with_winner: Any, raw: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_only_the_bad_row_is_passed_over(
+        self, with_winner: Any, raw: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
         caplog.set_level(logging.CRITICAL)
         raw.execute("UPDATE configurations SET parameters = '{'")
         raw.commit()
@@ -242,8 +248,13 @@ class TestMigrations:
             return {
                 table: (
                     sorted((check["name"], check["sqltext"]) for check in inspector.get_check_constraints(table)),
-                    sorted((key["name"], key["constrained_columns"], key["referred_columns"]) for key in inspector.get_foreign_keys(table)),
-                    sorted((unique["name"], unique["column_names"]) for unique in inspector.get_unique_constraints(table)),
+                    sorted(
+                        (key["name"], key["constrained_columns"], key["referred_columns"])
+                        for key in inspector.get_foreign_keys(table)
+                    ),
+                    sorted(
+                        (unique["name"], unique["column_names"]) for unique in inspector.get_unique_constraints(table)
+                    ),
                     inspector.get_pk_constraint(table),
                 )
                 for table in Base.metadata.tables

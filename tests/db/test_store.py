@@ -85,9 +85,7 @@ def test_a_winner_is_of_its_card_and_limits_only(any_examples: Any, gpu: GpuKey,
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_best_wins_in_whatever_order_they_come(any_examples: Any, order: tuple[int, ...]) -> None:
     times = [4.0, 5.0, 6.0]
-    contenders = [
-        any_examples.contender(config, time) for config, time in zip(PRESETS.values(), times, strict=True)
-    ]
+    contenders = [any_examples.contender(config, time) for config, time in zip(PRESETS.values(), times, strict=True)]
     won = [any_examples.propose(contenders[index]) for index in order]
 
     winner = any_examples.store.winner(any_examples.problem, any_examples.gpu)
@@ -240,12 +238,16 @@ def test_what_is_no_time_is_refused(field: str, time: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"low_ms": 5.5}, {"high_ms": 4.5}, {"samples": 0}, {"kind": "guessed"}], ids=lambda changes: str(changes)
+    "changes",
+    [{"low_ms": 5.5}, {"high_ms": 4.5}, {"samples": 0}, {"kind": "guessed"}],
+    ids=lambda changes: str(changes),
 )
 def test_figures_that_contradict_each_other_are_refused(changes: dict[str, Any]) -> None:
     environment = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580", "13.0.88", "2.13.0")
     with pytest.raises(InvalidRecord):
-        MeasurementRecord(environment, "search-1", **{"median_ms": 5.0, "low_ms": 4.0, "high_ms": 6.0, "samples": 9, **changes})
+        MeasurementRecord(
+            environment, "search-1", **{"median_ms": 5.0, "low_ms": 4.0, "high_ms": 6.0, "samples": 9, **changes}
+        )
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, -1.0])
@@ -280,7 +282,9 @@ class TestMeasurementFor:
     @pytest.mark.parametrize("field", ["gpu", "arch", "driver", "toolkit", "torch"])
     def test_another_environment_is_another_measurement(self, any_examples: Any, field: str) -> None:
         any_examples.contender()
-        changed = replace(any_examples.environment, **{field: GpuKey("NVIDIA H100", "9.0") if field == "gpu" else "other"})
+        changed = replace(
+            any_examples.environment, **{field: GpuKey("NVIDIA H100", "9.0") if field == "gpu" else "other"}
+        )
         assert self.find(any_examples, environment=changed) is None
 
     @pytest.mark.parametrize(
@@ -352,7 +356,7 @@ def test_the_history_of_a_problem(any_examples: Any) -> None:
     assert len(any_examples.store.measurements()) == 4
     assert [winner.problem for winner in any_examples.store.winners()] == [other, any_examples.problem]
     empty = any_examples.store.show(replace(any_examples.problem, batch=2))
-    assert not (empty.winners or empty.measurements or empty.rejected)
+    assert (empty.winners, empty.measurements, empty.rejected) == ((), (), ())
 
 
 def test_errors_that_are_not_finite_survive(any_examples: Any) -> None:

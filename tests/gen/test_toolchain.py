@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nvcc_shim import ODD_NAMES, NvccShim, without_wheels
@@ -191,10 +192,24 @@ class TestHostCompiler:
         with pytest.raises(ToolchainError, match=reason):
             find_compiler("host")
 
-    def test_it_takes_the_host_only(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("CXX", str(_script(tmp_path / "c++", "echo c++ 1.2.3")))
-        with pytest.raises(ToolchainError, match="sm_90a"):
-            find_host_compiler().check_arch("sm_90a")
+
+@pytest.mark.parametrize(("driver", "warned"), [((12, 8), True), ((13, 0), False), ((14, 1), False), (None, False)])
+def test_a_driver_that_is_too_old_for_nvcc_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    driver: tuple[int, int] | None,
+    warned: bool,
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(NvccShim(tmp_path / "cuda").home))
+    monkeypatch.setenv("NVCC_CCBIN", "g++")
+    monkeypatch.setattr(toolchain, "_driver_release", lambda: driver)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda="12.6")))
+    for _ in range(2):
+        find_compiler("sm_90a")
+    assert len(caplog.records) == warned
+    if warned:
+        assert all(version in caplog.text for version in ("nvcc 13.0.88", "CUDA 12.8", "PyTorch is for 12.6"))
 
 
 def test_cuobjdump_is_beside_nvcc_else_on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

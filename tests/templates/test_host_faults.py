@@ -13,8 +13,14 @@ import pytest
 ADDRESS, DEADLOCK, MISALIGNED, FAILURE = 700, 702, 716, 719  # of cudaError_t
 
 FAULTS: dict[str, tuple[int, str]] = {
-    "shared_read_outside": (ADDRESS, r"thread 37 \(warp 1, lane 5\), line \d+: ldmatrix of 16 bytes at shared offset 4112 of"),
-    "shared_write_outside": (ADDRESS, r"thread 0 .* st\.shared of 4 bytes at shared offset -4 of a block with 4112 bytes"),
+    "shared_read_outside": (
+        ADDRESS,
+        r"thread 37 \(warp 1, lane 5\), line \d+: ldmatrix of 16 bytes at shared offset 4112 of",
+    ),
+    "shared_write_outside": (
+        ADDRESS,
+        r"thread 0 .* st\.shared of 4 bytes at shared offset -4 of a block with 4112 bytes",
+    ),
     "global_read_outside": (ADDRESS, r"ld\.global of 4 bytes at .*: outside all buffers \(offset 1024 of the nearest"),
     "global_read_across_the_end": (ADDRESS, r"ld\.global of 16 bytes at .*: outside all buffers"),
     "global_write_outside": (ADDRESS, r"st\.global of 4 bytes at .*: outside all buffers \(offset -4 of the nearest"),
@@ -27,27 +33,51 @@ FAULTS: dict[str, tuple[int, str]] = {
     "copy_off_its_pattern": (MISALIGNED, r"shared address 0x480, which is not 1024-byte aligned"),
     "copy_from_outside": (ADDRESS, r"cp\.async\.bulk\.tensor of 128 bytes at .*: outside all buffers"),
     "read_of_nothing": (FAILURE, r"ldmatrix reads shared offset 20, which was never written"),
-    "read_before_the_wait": (FAILURE, r"shared offset 0, which a copy of line \d+ writes: this thread has not waited .*phase 0"),
+    "read_before_the_wait": (
+        FAILURE,
+        r"shared offset 0, which a copy of line \d+ writes: this thread has not waited .*phase 0",
+    ),
     "wait_of_another_thread": (FAILURE, r"thread 1 .*which a copy of line \d+ writes: this thread has not waited"),
-    "wait_for_the_wrong_phase": (DEADLOCK, r"deadlock: thread 0 waits at line \d+ for parity 0 .*phase 2 misses 1 of 1 arr"),
-    "wait_that_passes_at_once": (FAILURE, r"which a copy of line \d+ writes: this thread has not waited for its mbarrier"),
+    "wait_for_the_wrong_phase": (
+        DEADLOCK,
+        r"deadlock: thread 0 waits at line \d+ for parity 0 .*phase 2 misses 1 of 1 arr",
+    ),
+    "wait_that_passes_at_once": (
+        FAILURE,
+        r"which a copy of line \d+ writes: this thread has not waited for its mbarrier",
+    ),
     "write_over_an_mbarrier": (FAILURE, r"st\.shared overwrites the mbarrier at shared offset 4100"),
     "read_of_an_mbarrier": (FAILURE, r"ldmatrix reads shared offset 4096, which holds an mbarrier"),
     "barrier_without_an_exited_thread": (DEADLOCK, r"is reached by 63 of 64 threads; thread 63 has exited"),
-    "barrier_in_a_branch": (DEADLOCK, r"the block barrier of line \d+ is reached by 32 of 64 threads; thread 32 has exited"),
+    "barrier_in_a_branch": (
+        DEADLOCK,
+        r"the block barrier of line \d+ is reached by 32 of 64 threads; thread 32 has exited",
+    ),
     "mbarrier_that_never_completes": (DEADLOCK, r"phase 0 misses 0 of 1 arrivals and 16 bytes"),
     "more_arrivals_than_the_count": (FAILURE, r"more arrivals than the 63 of the mbarrier at shared offset 4096"),
     "more_bytes_than_expected": (FAILURE, r"16 bytes more than expected arrive at the mbarrier at shared offset 4096"),
     "bytes_left_at_exit": (FAILURE, r"block \(0,0,0\) exits while the mbarrier at shared offset 4096 misses 16 bytes"),
     "copy_in_flight_at_exit": (FAILURE, r"exits with a copy in flight: nobody waited for phase 0"),
     "mbarrier_not_initialised": (FAILURE, r"names shared offset 4104, where no mbarrier was initialised"),
-    "mbarrier_initialised_by_another_thread": (FAILURE, r"thread 1 .*which thread 0 initialised with no block barrier since"),
+    "mbarrier_initialised_by_another_thread": (
+        FAILURE,
+        r"thread 1 .*which thread 0 initialised with no block barrier since",
+    ),
     "mbarrier_initialised_twice": (FAILURE, r"mbarrier\.init overwrites the mbarrier at shared offset 4096"),
     "copy_without_the_fence": (FAILURE, r"whose initialiser has not called mbarrier_fence_init"),
-    "half_a_warp": (FAILURE, r"shfl\.sync\.bfly is reached by a part of its warp only: this thread exits, lanes 0x0000ffff"),
-    "half_a_warp_at_a_barrier": (DEADLOCK, r"lanes 0xffff0000 of warp 0 only; thread 0 waits at the block barrier of line"),
+    "half_a_warp": (
+        FAILURE,
+        r"shfl\.sync\.bfly is reached by a part of its warp only: this thread exits, lanes 0x0000ffff",
+    ),
+    "half_a_warp_at_a_barrier": (
+        DEADLOCK,
+        r"lanes 0xffff0000 of warp 0 only; thread 0 waits at the block barrier of line",
+    ),
     "two_places_in_one_warp": (FAILURE, r"thread 1 .*lanes 0x00000001 are at shfl\.sync\.bfly of line"),
-    "half_a_warp_waits_forever": (DEADLOCK, r"elect\.sync of line \d+ is reached by lanes 0xffffff7f of warp 0 only; thread 7 wa"),
+    "half_a_warp_waits_forever": (
+        DEADLOCK,
+        r"elect\.sync of line \d+ is reached by lanes 0xffffff7f of warp 0 only; thread 7 wa",
+    ),
 }
 
 RACES: dict[str, str] = {
@@ -102,9 +132,7 @@ def test_nothing_is_reported_where_nothing_is_wrong(
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("os_threads", ["1", "2"])
-def test_a_fault_is_reported(
-    program: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, name: str, os_threads: str
-) -> None:
+def test_a_fault_is_reported(program: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, name: str, os_threads: str) -> None:
     monkeypatch.delenv("BWDTUNE_HOST_RACECHECK", raising=False)
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", os_threads)
     code, diagnosis = run(program, name, fault=True)

@@ -63,7 +63,9 @@ def test_pack_rounds_to_nearest_even(program: ctypes.CDLL, dtype: str) -> None:
     midpoints = ((ordered[1:] + ordered[:-1]) / 2).astype(np.float32)
     patterns = generator.integers(0, 2**32, 200_000, np.uint32).view(np.float32)
     near = [np.nextafter(midpoints, np.float32(side)) for side in (np.inf, -np.inf)]
-    special = np.array([0.0, -0.0, np.inf, -np.inf, 65519.9, 65520.0, 3.4e38, 1e-45, 5.9e-8, 2.9e-8, 2.98e-8], np.float32)
+    special = np.array(
+        [0.0, -0.0, np.inf, -np.inf, 65519.9, 65520.0, 3.4e38, 1e-45, 5.9e-8, 2.9e-8, 2.98e-8], np.float32
+    )
     values = np.concatenate([patterns[~np.isnan(patterns)], every, midpoints, *near, special])
     values = np.resize(values, len(values) // 2 * 2)
     packed = np.empty(len(values) // 2, np.uint32)
@@ -122,7 +124,9 @@ def test_ldmatrix(program: ctypes.CDLL, transposed: bool) -> None:
         if transposed:
             rows = rows.T
         expected = [[rows[lane // 4, lane % 4 * 2], rows[lane // 4, lane % 4 * 2 + 1]] for lane in range(32)]
-        np.testing.assert_array_equal(np.ascontiguousarray(fragments[:, matrix]).view(np.uint16).reshape(32, 2), expected)
+        np.testing.assert_array_equal(
+            np.ascontiguousarray(fragments[:, matrix]).view(np.uint16).reshape(32, 2), expected
+        )
 
 
 def a_place(lane: int, i: int) -> tuple[int, int]:
@@ -336,9 +340,7 @@ def test_the_largest_and_smallest_sizes_are_taken(program: ctypes.CDLL, sizes: l
 
 @pytest.mark.parametrize("vector", [1, 2, 4])
 @pytest.mark.parametrize("os_threads", ["1", "2"])
-def test_adds_are_atomic(
-    program: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, vector: int, os_threads: str
-) -> None:
+def test_adds_are_atomic(program: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, vector: int, os_threads: str) -> None:
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", os_threads)
     room = np.zeros(8, np.float32)
     sums = room[-room.ctypes.data % 16 // 4 :][:4]

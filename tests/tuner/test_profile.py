@@ -13,6 +13,7 @@ from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
+from bwdtune.runtime.gpu import current_device
 from bwdtune.tuner import profile as module
 from bwdtune.tuner.profile import METRICS, ProfileError, find_ncu, parse_raw_csv, profile
 
@@ -230,3 +231,22 @@ def test_metric_names_are_stable():
         "issue_slots_busy_percent",
         "tensor_pipe_percent",
     ]
+
+
+@pytest.mark.gpu
+def test_a_real_profile():
+    try:
+        find_ncu()
+    except ProfileError as error:
+        pytest.skip(str(error))
+    problem = Problem.parse("2_4_1024_128", causal=True)
+    try:
+        result = profile(problem, PRESETS["v2"], current_device(), kernel="v2")
+    except ProfileError as error:
+        if "may not read" in str(error):
+            pytest.skip(str(error))
+        raise
+    assert 0 < result.kernel_ms < result.latency_ms
+    assert not [name for name, value in result.figures.items() if value is None]
+    assert result.figures["local_loads"] == 0
+    assert result.figures["ldmatrix"] > 0

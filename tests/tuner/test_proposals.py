@@ -10,6 +10,7 @@ import optuna
 import pytest
 
 from bwdtune.gen.config import PRESETS, Config, MmaConfig
+from bwdtune.gen.errors import BwdtuneError
 from bwdtune.tuner.options import SAMPLERS
 from bwdtune.tuner.proposals import Outcome, Proposals, StudyLog
 
@@ -141,3 +142,19 @@ def test_the_log_holds_ended_trials_only() -> None:
     assert [trial.state for trial in trials] == [optuna.trial.TrialState.FAIL]
     assert trials[0].user_attrs["reason"] == "trap"
     assert trials[0].user_attrs["config"] == CONFIGS[0].id
+
+
+def test_a_database_that_fails_is_one_line() -> None:
+    class Locked(optuna.storages.InMemoryStorage):
+        def create_new_trial(self, *unused: object, **also_unused: object) -> int:
+            raise optuna.exceptions.StorageInternalError("An exception is raised during the commit.\nIt is long.")
+
+    with pytest.raises(BwdtuneError, match="search again") as error:
+        open_log(Locked()).add(CONFIGS[0], Outcome.timed(2.5))
+    assert "\n" not in str(error.value)
+
+
+def test_an_outcome_that_does_not_last_is_not_logged() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    open_log(storage).add(CONFIGS[0], Outcome("failed", reason="no space", lasting=False))
+    assert list(open_log(storage).past()) == []

@@ -228,6 +228,14 @@ def test_nothing_compiles(database: Path) -> None:
         assert {variant.error for variant in store.show(PROBLEM).failures} == {"error: expected a ';'"}
 
 
+def test_what_the_machine_failed_is_tried_again(database: Path) -> None:
+    full_disk = FakeBuilder(broken=lambda config: True, lasting=False)
+    assert run_search(database, trials=5, builder=full_disk).counts.failed == 5
+    result = run_search(database, trials=5)
+    assert (result.counts.earlier, result.counts.measured) == (0, 5)
+    assert result.winner
+
+
 def test_a_crash_costs_one_candidate(database: Path) -> None:
     result = run_search(database, trials=12, bench=FakeBench(crashing=lambda config: config.swizzle == 0))
     assert result.winner
@@ -297,7 +305,7 @@ def test_a_worse_search_leaves_a_better_winner(database: Path) -> None:
     after = stored_winner(database)
     assert before
     assert after
-    assert after.config == before.config
+    assert cost_ms(after.config) <= cost_ms(before.config)
 
 
 # Limits
@@ -327,8 +335,8 @@ def test_limits_keep_to_the_other_card(database: Path) -> None:
 
 def test_the_time_limit_ends_a_search_with_a_race(database: Path) -> None:
     start = time.monotonic()
-    result = run_search(database, trials=1000, time_s=1.5, bench=FakeBench(delay_s=0.05))
-    assert time.monotonic() - start < 15
+    result = run_search(database, trials=1000, time_s=6, bench=FakeBench(delay_s=0.05))
+    assert time.monotonic() - start < 30
     assert result.status == "complete"
     assert 0 < result.counts.decided < 1000
     assert result.winner
@@ -387,6 +395,19 @@ def wait_until_decided(process: subprocess.Popen[str], count: int) -> int:
         if line.startswith("decided") and int(line.split()[1]) >= count:
             return int(line.split()[1])
     raise AssertionError(process.stderr.read() if process.stderr else "")
+
+
+def test_searches_at_once_agree_on_one_winner(database: Path) -> None:
+    command = [sys.executable, search_fakes.__file__, str(database), "12", "0.01"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    winner = stored_winner(database)
+    assert winner
+    with closing(Store.open(database)) as store:
+        assert winner.median_ms == min(measurement.record.median_ms for measurement in store.measurements())
 
 
 # Failures of all
@@ -483,7 +504,7 @@ def test_json_has_stable_names(database: Path) -> None:
 def test_the_table_names_winner_presets_and_peers(database: Path) -> None:
     console = Console(width=240)
     with console.capture() as capture:
-        console.print(run_search(database, trials=20).table())
+        console.print(run_search(database, trials=20, bench=FakeBench(cost=lambda config: 2 + config.block_q)).table())
     text = capture.get()
     for name in ("best", "v1", "v2", "v3", "fa", "cudnn", "TFLOPS", "% of peak"):
         assert name in text

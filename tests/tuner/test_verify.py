@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 from stub_kernels import stub_library
 
+from bwdtune.gen.build import build
+from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render
+from bwdtune.gen.space import refusal, valid_configs
+from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel
 from bwdtune.tuner.verify import INPUTS, Case, Verifier, cases, head_reference, make_inputs
 
@@ -146,3 +152,67 @@ def test_errors_of_what_is_not_finite() -> None:
     reference = head_reference(case, made, 0, 0)
     broken = tuple(torch.full((1, 1, 4, 32), math.nan) for _ in range(3))
     assert set(reference.errors(broken).values()) == {(math.inf, math.inf)}
+
+
+@pytest.fixture(scope="module")
+def gpu_verifier() -> Verifier:
+    return Verifier("cuda:0")
+
+
+def built(problem: Problem, configs: Sequence[Config], arch: str) -> list[Kernel]:
+    variants = build([render(problem, config) for config in configs], arch)
+    for variant in variants:
+        assert variant.library, f"{variant.source.name}: {variant.error}"
+    return [Kernel.load(variant.library) for variant in variants if variant.library]
+
+
+def covering(configs: Sequence[Config]) -> list[Config]:
+    """Few configurations in which each value of each parameter occurs."""
+    missing = {item for config in configs for item in config.to_dict().items()}
+    chosen = []
+    while missing:
+        best = max(configs, key=lambda config: len(missing & config.to_dict().items()))
+        missing -= best.to_dict().items()
+        chosen.append(best)
+    return chosen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("shape", ["1_2_512_64", "1_2_512_128", "1_4_2_512_128"])
+def test_presets_on_a_gpu(gpu_verifier: Verifier, shape: str, dtype: str, causal: bool) -> None:
+    problem, device = Problem.parse(shape, dtype=dtype, causal=causal), current_device()
+    presets = [config for config in PRESETS.values() if refusal(problem, config, device) is None]
+    assert presets
+    for kernel in built(problem, presets, device.arch):
+        for record in (gpu_verifier.verify(problem, kernel), gpu_verifier.verify_at(problem, kernel)):
+            assert record.passed, f"{kernel.info.config}: {record.reason}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_value_of_every_parameter_on_a_gpu(gpu_verifier: Verifier, head_dim: int, causal: bool) -> None:
+    problem, device = Problem.parse(f"1_2_512_{head_dim}", causal=causal), current_device()
+    failures = []
+    for kernel in built(problem, covering(valid_configs(problem, device)), device.arch):
+        record = gpu_verifier.verify(problem, kernel)
+        if not record.passed:
+            failures.append(f"{kernel.info.config}: {record.reason}")
+    assert not failures
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["OTHER_SCALE", "OTHER_MASK"])
+def test_a_wrong_kernel_is_rejected_on_a_gpu(gpu_verifier: Verifier, fault: str) -> None:
+    """By a right one that is asked for something else."""
+    problem, device = Problem.parse("1_2_512_64", causal=True), current_device()
+    other = problem if fault == "OTHER_SCALE" else Problem.parse("1_2_512_64", causal=False)
+    (kernel,) = built(other, [PRESETS["v2"]], device.arch)
+    if fault == "OTHER_SCALE":
+        launch = kernel.launch
+        kernel.launch = lambda *tensors, scale, **options: launch(*tensors, scale=scale * 1.02, **options)  # type: ignore[method-assign]
+    record = gpu_verifier.verify(problem, kernel)
+    assert not record.passed
+    assert "error of" in record.reason

@@ -9,16 +9,18 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from stub_kernels import stub_library
 
-from bwdtune.gen.build import Variant
-from bwdtune.gen.config import PRESETS
+from bwdtune.gen.build import Variant, build_one
+from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.render import Source
+from bwdtune.gen.render import TEMPLATES, Source, render
+from bwdtune.runtime.gpu import current_device
 from bwdtune.tuner.timing import Policy
 from bwdtune.tuner.worker import CandidateError, Worker, WorkerError
 
@@ -163,3 +165,70 @@ def test_ctrl_c_is_the_parents_to_handle(parent: tuple[subprocess.Popen[str], ps
     assert output.split() == ["interrupted", "True"]
     assert process.returncode == 0
     child.wait(10)
+
+
+GPU_PROBLEM = Problem.parse("1_2_130_64", causal=True)
+
+
+def gpu_variant(config: Config = PRESETS["v2"], fault: str = "") -> Variant:
+    """A kernel of the templates, or one that ruins its context, for the first GPU."""
+    source = render(GPU_PROBLEM, config)
+    if fault:
+        header = (TEMPLATES / "interface.h").read_text()
+        text = (Path(__file__).parent.parent / "faulty_kernel.cu").read_text()
+        source = replace(source, text=f"#define FAULT {fault}\n{text}".replace('#include "interface.h"', header))
+    return build_one(source, current_device().arch)
+
+
+@pytest.fixture(scope="module")
+def gpu_worker() -> Iterator[Worker]:
+    with Worker(limit_s=60) as worker:
+        yield worker
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(gpu_worker: Worker) -> None:
+    variants = [gpu_variant(config) for config in PRESETS.values()]
+    for variant in variants:
+        for record in (gpu_worker.verify(GPU_PROBLEM, variant), gpu_worker.verify_at(GPU_PROBLEM, variant)):
+            assert record.passed, record.reason
+    timings = gpu_worker.time(GPU_PROBLEM, variants, ["fa", "cudnn"], QUICK)
+    assert set(timings) | set(timings.unavailable) == {config.id for config in PRESETS.values()} | {"fa", "cudnn"}
+    assert "fa" in timings
+    assert all(0 < timing.median_ms < 10 for timing in timings.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["ILLEGAL_ACCESS", "TRAP"])
+def test_a_ruined_context_costs_one_candidate(gpu_worker: Worker, fault: str) -> None:
+    """CASES B01: the third of six candidates."""
+    good = gpu_variant()
+    for candidate in (good, good, gpu_variant(fault=fault), good, good, good):
+        if candidate is good:
+            assert gpu_worker.verify(GPU_PROBLEM, good).passed
+            assert gpu_worker.time(GPU_PROBLEM, [good], [], QUICK)
+        else:
+            with pytest.raises(CandidateError, match=r"CUDA|illegal|trap|launch"):
+                gpu_worker.verify(GPU_PROBLEM, candidate)
+    with pytest.raises(CandidateError) as error:
+        gpu_worker.time(GPU_PROBLEM, [good, gpu_variant(PRESETS["v1"], fault)], ["fa"], QUICK)
+    assert error.value.candidate == PRESETS["v1"].id
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_never_ends_costs_one_candidate() -> None:
+    good, endless = gpu_variant(), gpu_variant(fault="ENDLESS")
+    with Worker(limit_s=60) as worker:
+        assert worker.verify(GPU_PROBLEM, good).passed
+        worker._limit_s = 5
+        with pytest.raises(CandidateError, match="it hung: no answer in 5 s"):
+            worker.verify(GPU_PROBLEM, endless)
+        worker._limit_s = 60
+        assert worker.verify(GPU_PROBLEM, good).passed
+
+
+@pytest.mark.gpu
+def test_a_problem_that_does_not_fit(gpu_worker: Worker) -> None:
+    with pytest.raises(WorkerError, match="too little free memory"):
+        gpu_worker.time(Problem.parse("64_128_65536_64", causal=True), [gpu_variant()], [], QUICK)
+    assert gpu_worker.verify(GPU_PROBLEM, gpu_variant()).passed

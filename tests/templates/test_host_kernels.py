@@ -1,0 +1,260 @@
+"""Generated kernels on the host target: the gradients against fp64, with the race check and all of its detectors on."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bwdtune.gen.build import build, build_one
+from bwdtune.gen.config import FAMILIES, PRESETS, Config
+from bwdtune.gen.device import HOST
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import Source, render
+from bwdtune.gen.space import refusal, valid_configs
+from bwdtune.runtime import torch_attention
+from bwdtune.runtime.kernel import Kernel, Launch, backward
+from bwdtune.tuner.verify import Case, Verifier, head_reference, make_inputs
+
+VERIFIER = Verifier("cpu")
+KINDS = list(itertools.product(("bf16", "fp16"), (64, 128), (True, False)))
+
+
+@pytest.fixture(autouse=True)
+def _race_check_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BWDTUNE_HOST_RACECHECK", "1")
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", "2")
+
+
+def problem_of(dtype: str, head_dim: int, causal: bool, *, group: int = 2) -> Problem:
+    """Any lengths: a kernel is not rendered for them, and `Verifier.verify` has its own."""
+    return Problem(dtype, 1, 2 * group, 2, 256, 256, head_dim, causal)
+
+
+class CheckedKernel(Kernel):
+    """A kernel whose every access of global memory must lie within its tensors, and whose writes within its outputs."""
+
+    def prepare(self, *tensors: torch.Tensor, scale: float, workspace: torch.Tensor | None = None) -> Launch:
+        launch = super().prepare(*tensors, scale=scale, workspace=workspace)
+        inputs, outputs = 6, 9  # q, k, v, o, dout, lse, then dq, dk, dv
+        read = {tensor.data_ptr() for tensor in launch.tensors[:-1]} - {t.data_ptr() for t in tensors[inputs:outputs]}
+        library = ctypes.CDLL(str(self.path))
+        library.bwdtune_host_clear()
+        for tensor in launch.tensors:
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            size_bytes = ctypes.c_int64(extent * tensor.element_size())
+            writable = tensor.data_ptr() not in read
+            assert library.bwdtune_host_register(ctypes.c_void_p(tensor.data_ptr()), size_bytes, int(writable)) == 0
+        return launch
+
+
+def load(source: Source) -> Kernel:
+    library = build_one(source, HOST.arch).library
+    assert library
+    return CheckedKernel.load(library)
+
+
+def build_all(sources: Sequence[Source]) -> None:
+    """Several at once; what is built already costs nothing."""
+    build(sources, HOST.arch)
+
+
+# ---- presets ----
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("dtype", "head_dim", "causal"), KINDS)
+def test_presets(preset: str, dtype: str, head_dim: int, causal: bool) -> None:
+    build_all([render(problem_of(*kind), config) for config in PRESETS.values() for kind in KINDS])
+    problem = problem_of(dtype, head_dim, causal, group=1 if preset == "v1" else 2)
+    record = VERIFIER.verify(problem, load(render(problem, PRESETS[preset])))
+    assert record.passed, record.reason
+
+
+# ---- every parameter value ----
+
+
+@functools.cache
+def covering_configs() -> tuple[Config, ...]:
+    """Few configurations in which every two values that some valid configuration has together occur together."""
+    bits: dict[object, int] = {}
+
+    def pairs(config: Config) -> int:
+        """A set of pairs of values, one bit each."""
+        found = itertools.combinations(config.to_dict().items(), 2)
+        return sum(1 << bits.setdefault(pair, len(bits)) for pair in found)
+
+    having = {config: pairs(config) for config in valid_configs(problem_of("bf16", 128, True), HOST)}
+    missing = (1 << len(bits)) - 1
+    chosen = []
+    while missing:
+        chosen.append(max(having, key=lambda config: (having[config] & missing).bit_count()))
+        missing &= ~having[chosen[-1]]
+    return tuple(chosen)
+
+
+@functools.cache
+def covering_cases() -> tuple[tuple[Problem, Source], ...]:
+    """Those configurations, each for the next kind of problem that it is valid for."""
+    kinds = itertools.cycle(problem_of(*kind) for kind in KINDS)
+    cases = []
+    for config in covering_configs():
+        problem = next(kind for kind in kinds if refusal(kind, config, HOST) is None)
+        cases.append((problem, render(problem, config)))
+    return tuple(cases)
+
+
+def test_every_value_of_every_parameter_is_covered() -> None:
+    for family, config_type in FAMILIES.items():
+        for name, choices in config_type.choices.items():
+            found = {config.to_dict()[name] for config in covering_configs() if config.family == family}
+            assert found == set(choices), name
+
+
+@pytest.mark.parametrize("index", range(len(covering_configs())), ids=[config.id for config in covering_configs()])
+def test_every_pair_of_parameter_values(index: int) -> None:
+    build_all([source for _, source in covering_cases()])
+    problem, source = covering_cases()[index]
+    record = VERIFIER.verify(problem, load(source))
+    assert record.passed, f"{problem.label}: {record.reason}"
+
+
+# ---- a sample of everything ----
+
+
+@st.composite
+def points(draw: st.DrawFn) -> tuple[Problem, Config]:
+    heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    problem = Problem(
+        draw(st.sampled_from(("bf16", "fp16"))),
+        draw(st.integers(1, 2)),
+        heads_kv * group,
+        heads_kv,
+        draw(st.integers(1, 200)),
+        draw(st.integers(1, 200)),
+        draw(st.sampled_from((16, 32, 48, 64, 80, 96, 112, 128, 192))),
+        draw(st.booleans()),
+    )
+    return problem, draw(st.sampled_from(valid_configs(problem, HOST)))
+
+
+@settings(
+    max_examples=16,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(points())
+def test_any_valid_configuration_at_any_sizes(point: tuple[Problem, Config]) -> None:
+    problem, config = point
+    record = VERIFIER.verify_at(problem, load(render(problem, config)))
+    assert record.passed, f"{problem.label} {config.id}: {record.reason}"
+
+
+# ---- scores far below zero ----
+
+
+def errors_far_below_zero(problem: Problem, kernel: Kernel) -> dict[str, float]:
+    """Of the gradients, as multiples of PyTorch's, where exp(0 - lse) overflows.
+
+    A key past the end, which has a score of 0, must not count at all there.
+    """
+    case = Case(problem, "normal")
+    inputs = make_inputs(case, torch.device("cpu"))
+    inputs.q.mul_(0.1).sub_(5)
+    inputs.k.mul_(0.1).add_(5)
+    forward = torch_attention.forward(inputs.q, inputs.k, inputs.v, problem.causal, case.scale)
+    assert forward.lse.max() < -100
+    reference = head_reference(case, dataclasses.replace(inputs, forward=forward), 0, 0)
+    torch_errors = reference.errors(forward.backward(inputs.dout))
+    results = backward(kernel, inputs.q, inputs.k, inputs.v, forward.output, inputs.dout, forward.lse, scale=case.scale)
+    return {name: error / torch_errors[name][0] for name, (error, _) in reference.errors(results).items()}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_scores_far_below_zero(preset: str, causal: bool) -> None:
+    problem = dataclasses.replace(problem_of("bf16", 64, causal), seqlen_q=150, seqlen_kv=101)
+    errors = errors_far_below_zero(problem, load(render(problem, PRESETS[preset])))
+    assert max(errors.values()) < 2
+
+
+# ---- planted faults ----
+
+MUTATIONS: dict[str, tuple[str, str]] = {
+    "the diagonal is masked": ("n * MMA_N + i > last_column", "n * MMA_N + i >= last_column"),
+    "tiles on the diagonal are not masked": ("kv_start + BLOCK_KV - 1 > query_start)", "kv_start > query_start)"),
+    "a query tile too few": ("CAUSAL ? kv_start / BLOCK_Q : 0", "CAUSAL ? kv_start / BLOCK_Q + 1 : 0"),
+    "the first query head again": ("place = {place.head + 1, first_place.start}", "place = first_place"),
+    "another row's statistics": ("lane_row + half * 8;\n      statistics", "lane_row + half * 4;\n      statistics"),
+    "delta with the wrong sign": ("+ i] - statistics[half].y)", "+ i] + statistics[half].y)"),
+    "rows and columns of A^T swapped": (
+        "columns_first_row = lane % 8 + lane / 16 * 8",
+        "columns_first_row = lane % 16",
+    ),
+    "P is stored off its swizzle": (
+        "in_panel / 8 ^ chunk_permutation(row)",
+        "in_panel / 8 ^ chunk_permutation(row + 1)",
+    ),
+    "no barrier before the products": (
+        "// P and dS are whole: the products below read what other warps wrote.\n    ptx::sync_threads();",
+        "",
+    ),
+    "no barrier between iterations": ("armed again.\n    ptx::sync_threads();", ""),
+    "always the first phase": ("iteration / QUERY_BARRIERS % 2)", "0)"),
+    "half of the bytes expected": ("(barrier, 2 * QUERY_TILE_BYTES)", "(barrier, QUERY_TILE_BYTES)"),
+    "a tile loaded into the stage in use": (
+        "stage = shared + iteration % STAGES * QUERY_TILE_BYTES;\n    ptx::mb",
+        "stage = shared + (iteration + 1) % STAGES * QUERY_TILE_BYTES;\n    ptx::mb",
+    ),
+    "dQ of another row group": (
+        "(first_row + query_start + query_row + lane_row) * HEAD_DIM",
+        "(first_row + query_start + lane_row) * HEAD_DIM",
+    ),
+    "dK past the end": ("if (key < arguments.seqlen_kv) {", "if (key < arguments.seqlen_kv + 1) {"),
+    "dQ past the end": ("if (rows_left > half * 8)", "if (rows_left > -16)"),
+    "batch and head swapped": (
+        "column, kv_start, kv_head, batch, kv_barrier",
+        "column, kv_start, batch, kv_head, kv_barrier",
+    ),
+    "dK without the scale": ("dk_pair[0] * arguments.scale", "dk_pair[0]"),
+    "two keys change places": (
+        "ptx::mma_m16n8k16<Element>(dq[n], ds, k[0], k[1])",
+        "ptx::mma_m16n8k16<Element>(dq[n], ds, k[1], k[0])",
+    ),
+}
+MUTATED_PROBLEM = problem_of("bf16", 64, True)
+
+
+def mutated(name: str, old: str, new: str) -> Source:
+    right = render(MUTATED_PROBLEM, PRESETS["v3"])
+    assert old in right.text, f"{name}: the template no longer says {old!r}"
+    return Source(right.kind, right.config, right.text.replace(old, new))
+
+
+@functools.cache
+def mutated_sources() -> dict[str, Source]:
+    return {name: mutated(name, *change) for name, change in MUTATIONS.items()}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_fault_in_the_kernel_is_caught(name: str) -> None:
+    build_all(list(mutated_sources().values()))
+    record = VERIFIER.verify(MUTATED_PROBLEM, load(mutated_sources()[name]))
+    assert not record.passed
+
+
+def test_keys_past_the_end_are_caught() -> None:
+    """They are zeros, which do no harm until exp(0 - lse) overflows."""
+    kernel = load(mutated("keys past the end", "? min(row, arguments.seqlen_kv - 1)", "? row"))
+    problem = dataclasses.replace(MUTATED_PROBLEM, seqlen_q=150, seqlen_kv=101)
+    assert max(errors_far_below_zero(problem, kernel).values()) == math.inf

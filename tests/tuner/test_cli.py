@@ -1,0 +1,366 @@
+"""The command line: what it prints, its exit status, and one line for each kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from nvcc_shim import NvccShim, without_wheels
+from search_fakes import PROBLEM, FakeBuilder, run_search
+
+from bwdtune.db.errors import DatabaseLocked
+from bwdtune.db.records import Winner
+from bwdtune.db.store import Store
+from bwdtune.gen.config import PRESETS
+from bwdtune.tuner.cli import main
+
+SHAPE = ["--shape", PROBLEM.shape, "--causal"]
+SMALL = ["--shape", "1_1_128_64", "--arch", "sm_120a"]
+needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    return tmp_path / "results.sqlite"
+
+
+def run(*arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, which sees no GPU."""
+    return subprocess.run(
+        [sys.executable, "-m", "bwdtune.tuner", *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def complaint(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on standard error, with nothing on standard output."""
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.startswith("tuner: ")
+    assert errors.count("\n") == 1
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "names"),
+    [
+        (["search"], 2, "--shape"),
+        (["search", "--shape", "8_16_4096"], 2, "8_16_4096"),
+        (["search", "--shape", "8_16_x_128"], 2, "8_16_x_128"),
+        (["search", "--shape", "0_16_4096_128"], 2, "batch is 0"),
+        (["search", "--shape", "8_16_3_4096_128"], 2, "16 query heads"),
+        (["search", "--shape", "8_16_4096_128", "--dtype", "fp8"], 2, "fp8"),
+        (["search", "--shape", "8_16_4096_128", "--sampler", "grid"], 2, "grid"),
+        (["search", "--shape", "8_16_4096_128", "--arch", "sm_80"], 2, "sm_80"),
+        (["search", "--shape", "8_16_4096_128", "--arch", "host"], 2, "host"),
+        (["search", "--shape", "8_16_4096_128", "--limits", "sm_100"], 2, "sm_100"),
+        (["search", "--shape", "8_16_4096_128", "--trials", "0"], 2, "trials is 0"),
+        (["search", "--shape", "8_16_4096_128", "--trials", "many"], 2, "--trials"),
+        (["search", "--shape", "8_16_4096_128", "--time", "-5"], 2, "time is -5"),
+        (["search", "--shape", "8_16_4096_128", "--seed", "-1"], 2, "seed is -1"),
+        (["search", "--shape", "8_16_4096_100", "--arch", "sm_120a"], 2, "head_dim 100"),
+        (["search", "--shape", "8_16_4096_128", "--fast"], 2, "--fast"),
+        (["verify", "--shape", "8_16_4096_128", "--config", "v9"], 2, "v9"),
+        (["verify", "--shape", "8_16_4096_128", "--config", "mma_q7_kv64"], 2, "mma_q7_kv64"),
+        (["bench", "--shape", "8_16_4096_128", "--kernel", "triton"], 2, "triton"),
+        (["bench", "--shape", "8_16_4096_128", "--direction", "forward"], 2, "forward"),
+        (["profile", "--shape", "8_16_4096_128", "--kernel", "v9"], 2, "v9"),
+        (["roofline", "--shape", "8_16_4096_128", "--arch", "tpu"], 2, "tpu"),
+        (["inspect", "--config", "v2", "--arch", "sm_10"], 2, "sm_10"),
+        (["show", "--shape", "8-16-4096-128"], 2, "8-16-4096-128"),
+        (["export", "--config", "v3", "--arch", "sm_120a"], 2, "--output"),
+        (["nonsense"], 2, "nonsense"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], database: Path, arguments: list[str], status: int, names: str
+) -> None:
+    takes_database = arguments[0] in ("search", "bench", "show") and len(arguments) > 1
+    assert main([*arguments, *(["--db", str(database)] if takes_database else [])]) == status
+    assert names in complaint(capsys)
+    assert not database.exists(), "nothing was begun"
+
+
+@pytest.fixture(scope="session")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database that a search has filled. To be copied, not changed."""
+    path = tmp_path_factory.mktemp("searched") / "results.sqlite"
+    run_search(path, trials=12, builder=FakeBuilder(broken=lambda config: config.stages == 3))
+    return path
+
+
+def _text(path: Path, searched: Path) -> None:
+    path.write_text("these are notes, not results\n")
+
+
+def _damaged(path: Path, searched: Path) -> None:
+    content = bytearray(searched.read_bytes())
+    content[4096:] = b"\xff" * (len(content) - 4096)
+    path.write_bytes(content)
+
+
+def _foreign(path: Path, searched: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("create table alembic_version (version_num text)")
+        connection.execute("create table runs (id integer)")
+        connection.commit()
+
+
+def _newer(path: Path, searched: Path) -> None:
+    shutil.copy(searched, path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("update bwdtune_schema_version set version_num = '9999'")
+        connection.commit()
+
+
+def _directory(path: Path, searched: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [_text, _damaged, _foreign, _newer, _directory])
+@pytest.mark.parametrize("command", [["list"], ["show", *SHAPE], ["search", *SMALL]], ids=lambda command: command[0])
+def test_a_database_that_is_none_is_one_line_and_left_alone(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    database: Path,
+    searched: Path,
+    make,
+    command: list[str],
+) -> None:
+    shim = NvccShim(tmp_path / "toolkit")
+    monkeypatch.setenv("CUDA_HOME", str(shim.home))
+    make(database, searched)
+    before = database.read_bytes() if database.is_file() else None
+    capsys.readouterr()
+    assert main([*command, "--db", str(database)]) in (1, 2)
+    assert database.name in complaint(capsys)
+    assert (database.read_bytes() if database.is_file() else None) == before
+    assert shim.compiled == 0
+
+
+def test_a_locked_database_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(*unused: object, **also_unused: object) -> Store:
+        raise DatabaseLocked("results.sqlite", "database is locked")
+
+    monkeypatch.setattr(Store, "open", locked)
+    assert main(["list"]) == 1
+    assert "locked" in complaint(capsys)
+
+
+def test_no_database_is_one_line(capsys: pytest.CaptureFixture[str], database: Path) -> None:
+    assert main(["list", "--db", str(database)]) == 1
+    assert "tuner search" in complaint(capsys)
+
+
+@needs_nvcc
+def test_a_cache_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str], database: Path) -> None:
+    assert main(["search", *SMALL, "--cache", "/proc/kernels", "--db", str(database)]) == 1
+    assert "/proc/kernels" in complaint(capsys)
+    assert not database.exists()
+
+
+@pytest.mark.parametrize(("version", "archs"), [("12.2.140", (90, 120)), ("12.8.61", (90,))])
+def test_an_nvcc_that_will_not_do_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    database: Path,
+    version: str,
+    archs: tuple[int, ...],
+) -> None:
+    shim = NvccShim(tmp_path / "toolkit", version=version, archs=archs)
+    monkeypatch.setenv("CUDA_HOME", str(shim.home))
+    assert main(["search", *SMALL, "--db", str(database)]) == 1
+    assert version in complaint(capsys)
+    assert not database.exists()
+    assert shim.compiled == 0
+
+
+def test_a_missing_nvcc_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    without_wheels(monkeypatch)
+    assert main(["search", *SMALL]) == 1
+    assert "nvcc" in complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["verify", *SHAPE, "--config", "v2"],
+        ["bench", *SHAPE],
+        ["profile", *SHAPE, "--kernel", "v3"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_what_needs_a_gpu_says_so(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("tuner: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["search", "--help"], ["search", "--shape", "x"], ["nonsense"]])
+def test_help_and_complaints_do_not_wait_for_heavy_imports(arguments: list[str]) -> None:
+    code = (
+        "import sys; from bwdtune.tuner.cli import main; main(sys.argv[1:]); "
+        "print([name for name in ('torch', 'optuna', 'sqlalchemy', 'numpy', 'jinja2') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in ("search", "verify", "list", "show", "bench", "roofline", "inspect", "profile", "export"):
+        assert command in text
+
+
+def test_list_and_show_tell_what_a_search_stored(capsys: pytest.CaptureFixture[str], searched: Path) -> None:
+    database = ["--db", str(searched)]
+    assert main(["list", *database, "--json"]) == 0
+    (winner,) = json.loads(capsys.readouterr().out)
+    assert winner["config"] == _winner(searched).config.id
+    assert winner["ms"] == _winner(searched).median_ms
+    assert {"gpu", "driver", "torch", "nvcc", "shape", "causal", "dtype", "limits", "max_error", "partial"} <= set(
+        winner
+    )
+
+    assert main(["show", *SHAPE, *database, "--json"]) == 0
+    history = json.loads(capsys.readouterr().out)
+    assert [found["config"] for found in history["winners"]] == [winner["config"]]
+    assert {measurement["config"] for measurement in history["measurements"]} >= {PRESETS["v2"].id}
+    assert {failure["gate"] for failure in history["failures"]} == {"compiler"}
+
+    for arguments in (["list"], ["show", *SHAPE]):
+        assert main([*arguments, *database]) == 0
+        assert winner["config"] in capsys.readouterr().out
+    assert main(["show", "--shape", "1_1_64_64", *database]) == 0
+    assert "nothing is stored" in capsys.readouterr().out
+
+
+def _winner(database: Path) -> Winner:
+    with closing(Store.open(database, read_only=True)) as store:
+        (winner,) = store.winners()
+    return winner
+
+
+def test_export_takes_the_stored_winner(capsys: pytest.CaptureFixture[str], searched: Path, tmp_path: Path) -> None:
+    arguments = ["export", *SHAPE, "--db", str(searched)]
+    assert main([*arguments, "-o", str(tmp_path / "out"), "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert written["config"] == _winner(searched).config.id
+    assert written["arch"] == "sm_90a"
+    assert (tmp_path / "out" / written["files"][0]).exists()
+
+    assert main([*arguments, "-o", str(tmp_path / "other"), "--arch", "sm_120a"]) == 1
+    assert "no winner" in complaint(capsys)
+
+
+def test_roofline_of_the_write_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["roofline", *SHAPE, "--arch", "sm_120", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["compute_ms"] == pytest.approx(6.56, abs=0.01)
+    assert data["memory_ms"] == pytest.approx(0.60, abs=0.01)
+
+
+@needs_nvcc
+def test_a_search_without_a_gpu_compiles_and_lists(tmp_path: Path, database: Path) -> None:
+    arguments = ["search", *SMALL, "--trials", "4", "--seed", "1", "--db", str(database)]
+    done = run(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["status"] == "unmeasured"
+    assert data["winner"] is None
+    assert {row["kernel"] for row in data["rows"]} >= set(PRESETS)
+    assert all(row["registers"] > 0 and row["ms"] is None for row in data["rows"])
+    assert "4/4" in done.stderr, "it told how it went, in plain lines"
+
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert PRESETS["v2"].id in done.stdout
+    assert "nothing was verified or timed, and no winner is stored" in done.stdout
+    with closing(Store.open(database)) as store:
+        assert store.winners() == []
+
+
+@needs_nvcc
+def test_an_interrupted_command_ends_soon_with_130(tmp_path: Path, database: Path) -> None:
+    command = [sys.executable, "-m", "bwdtune.tuner", "search", *SMALL, "--db", str(database)]
+    process = subprocess.Popen(
+        [*command, "--trials", "200", "--cache", str(tmp_path / "cache")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr
+    assert process.stderr.readline(), "it has begun"
+    time.sleep(1)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert time.monotonic() - start < 20
+    assert process.returncode == 130
+    assert "Traceback" not in output + errors
+    assert "no winner is stored" in output
+
+
+def test_verify_on_the_host_prints_the_errors_beside_pytorchs(capsys: pytest.CaptureFixture[str]) -> None:
+    if not shutil.which("g++"):
+        pytest.skip("no host compiler")
+    arguments = [
+        "verify",
+        "--shape",
+        "1_1_64_16",
+        "--config",
+        "mma_q16_kv32_w1_s1_sw32_k0_v0_b1_r1_u0",
+        "--arch",
+        "host",
+    ]
+    assert main([*arguments, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["passed"] is True
+    assert all({"dq", "dk", "dv", "torch_dq", "torch_dk", "torch_dv"} == set(case) for case in data["errors"].values())
+
+
+@pytest.mark.gpu
+def test_search_bench_and_export_on_the_gpu(tmp_path: Path, database: Path) -> None:
+    shape = ["--shape", "2_4_1024_64", "--causal", "--db", str(database)]
+    arguments = ["search", *shape, "--trials", "8", "--seed", "0", "--json"]
+    command = [sys.executable, "-m", "bwdtune.tuner"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    timed = {row["kernel"]: row["ms"] for row in found["rows"] if row["ms"]}
+    assert {"fa", "cudnn", *PRESETS} <= set(timed)
+    assert found["winner"]["ms"] <= min(timed[name] for name in PRESETS)
+    assert found["winner"]["max_error"] < 0.05
+
+    done = subprocess.run(
+        [*command, "bench", *shape, "--kernel", "best", "--kernel", "v2", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["kernel"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["best"]["config"] == found["winner"]["config"]
+    assert main(["export", *shape, "-o", str(tmp_path / "out")]) == 0

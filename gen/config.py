@@ -13,8 +13,9 @@ MMA_COLUMNS = 8  # n
 MMA_DEPTH = 16  # k
 
 
+@dataclass(frozen=True, order=True)
 class _Parameters:
-    """What the families' configurations share: dataclasses of integers and booleans, each one of its declared choices."""
+    """What the families' configurations share: dataclasses of integers and booleans, each one of declared choices."""
 
     family: ClassVar[str]
     abbreviations: ClassVar[dict[str, str]]
@@ -29,7 +30,9 @@ class _Parameters:
     @property
     def id(self) -> str:
         """A readable name that `parse_config` takes back, such as ``mma_q64_kv64_w4_s1_sw128_k1_v1_b1_r2``."""
-        return "_".join([self.family, *(f"{self.abbreviations[f.name]}{int(getattr(self, f.name))}" for f in fields(self))])
+        return "_".join(
+            [self.family, *(f"{self.abbreviations[f.name]}{int(getattr(self, f.name))}" for f in fields(self))]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The parameters by name, with the family: what is stored."""
@@ -220,8 +223,8 @@ PRESETS: dict[str, Config] = {
         staggered=True,
     ),
 }
-"""v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit its
-registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory."""
+"""v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit
+its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory."""
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:

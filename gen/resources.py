@@ -41,7 +41,10 @@ def ceil_div(a: int, b: int) -> int:
 def estimate(problem: Problem, config: Config) -> Estimate:
     """What `config` needs for `problem`. The configuration's divisibility is not checked here but in `space`."""
     if isinstance(config, TransposedMmaConfig):
-        shared_memory, registers = _transposed_shared_memory_bytes(problem, config), _transposed_registers(problem, config)
+        shared_memory, registers = (
+            _transposed_shared_memory_bytes(problem, config),
+            _transposed_registers(problem, config),
+        )
     else:
         shared_memory, registers = _shared_memory_bytes(problem, config), _registers(problem, config)
     return Estimate(config.threads, shared_memory, registers)
@@ -77,9 +80,7 @@ def _registers(problem: Problem, config: MmaConfig) -> int:
 
 
 def _transposed_shared_memory_bytes(problem: Problem, config: TransposedMmaConfig) -> int:
-    row_bytes = (
-        ceil_div(problem.head_dim * problem.element_bytes, _TRANSPOSED_PITCH_BYTES) * _TRANSPOSED_PITCH_BYTES
-    )
+    row_bytes = ceil_div(problem.head_dim * problem.element_bytes, _TRANSPOSED_PITCH_BYTES) * _TRANSPOSED_PITCH_BYTES
     key_tile = config.block_kv * row_bytes
     queries = (config.q_stages + config.do_stages) * config.block_q
     score_tiles = 1 + config.exchanges
@@ -104,7 +105,9 @@ def _transposed_registers(problem: Problem, config: TransposedMmaConfig) -> int:
     kept = (int(config.k_in_registers) + int(config.v_in_registers)) * keys * problem.head_dim // 64
     # S and dP are alive together, or P in 16 bits and dP; dQ after them.
     scores = keys * queries // 32
-    passing = max(scores * 3 // 2 if config.p_first else scores * 2, config.block_q * problem.head_dim // config.threads)
+    passing = max(
+        scores * 3 // 2 if config.p_first else scores * 2, config.block_q * problem.head_dim // config.threads
+    )
     return sums + kept + passing + _TRANSPOSED_WORKING_REGISTERS
 
 

@@ -85,29 +85,22 @@ def _mma_refusal(head_dim: int, config: MmaConfig) -> str | None:
 def _transposed_refusal(head_dim: int, config: TransposedMmaConfig) -> str | None:
     groups, warps, row_warps = config.query_groups, config.num_warps, config.dq_row_warps
     if config.exchange and groups == 1:
-        return "exchange is between query groups: there is one"
+        return "an exchange is between query groups: there is one"
     if config.dv_first and not config.p_first:
         return "dV before dP needs P before dP"
     if config.staggered and warps != 2 * _SUB_PARTITIONS:
         return f"staggered warps are pairs, one a sub-partition: {warps} warps are not {2 * _SUB_PARTITIONS}"
-    if config.block_kv * groups % (MMA_ROWS * warps):
-        return f"S does not divide: {config.block_kv} keys among {warps // groups} warps are not a multiple of {MMA_ROWS} each"
-    if config.block_q % (MMA_ROWS * groups):
-        return f"S does not divide: {config.block_q} queries among {groups} groups are not a multiple of {MMA_ROWS} each"
-    if config.exchanges and head_dim % (_FRAGMENT_COLUMNS * groups):
-        return (
-            f"dK and dV do not divide: {head_dim} columns among {groups} groups are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
-        )
-    if config.block_q % (MMA_ROWS * row_warps):
-        return (
-            f"dQ does not divide: {config.block_q} queries among {row_warps} warps are not a multiple of {MMA_ROWS} each"
-        )
-    if head_dim % (_FRAGMENT_COLUMNS * (warps // row_warps)):
-        return (
-            f"dQ does not divide: {head_dim} columns among {warps // row_warps} warps are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
-        )
+    column_groups = groups if config.exchanges else 1
+    divisions = (
+        ("S", config.block_kv, "keys", warps // groups, MMA_ROWS),
+        ("S", config.block_q, "queries", groups, MMA_DEPTH),
+        ("dK and dV", head_dim, "columns", column_groups, _FRAGMENT_COLUMNS),
+        ("dQ", config.block_q, "queries", row_warps, MMA_ROWS),
+        ("dQ", head_dim, "columns", warps // row_warps, _FRAGMENT_COLUMNS),
+    )
+    for product, size, unit, parts, multiple in divisions:
+        if size % (parts * multiple):
+            return f"{product} does not divide: {size} {unit} in {parts} parts are not a multiple of {multiple} each"
     return None
 
 

@@ -126,6 +126,8 @@ class TransposedMmaConfig(_Parameters):
         v_in_registers: The same for V in dP^T = V dO^T; V then needs no shared memory of its own.
         p_first: Compute P before dP, packed to 16 bits: half the registers while dP is computed, and dS is made of
             the rounded P.
+        p_in_fp16: With P first, it is fp16 that P is rounded to until dS is made of it, also where the elements are
+            bf16: dS is then as exact as without P first.
         dv_first: Compute dV before dP as well.
         staggered: The second of the two warps of an SM sub-partition begins a tile when the first has issued S.
         min_blocks_per_sm: Second argument of ``__launch_bounds__``.
@@ -145,6 +147,7 @@ class TransposedMmaConfig(_Parameters):
         "k_in_registers": "k",
         "v_in_registers": "v",
         "p_first": "p",
+        "p_in_fp16": "f",
         "dv_first": "d",
         "staggered": "t",
         "min_blocks_per_sm": "b",
@@ -162,6 +165,7 @@ class TransposedMmaConfig(_Parameters):
         "k_in_registers": (False, True),
         "v_in_registers": (False, True),
         "p_first": (False, True),
+        "p_in_fp16": (False, True),
         "dv_first": (False, True),
         "staggered": (False, True),
         "min_blocks_per_sm": (1, 2),
@@ -179,6 +183,7 @@ class TransposedMmaConfig(_Parameters):
     k_in_registers: bool = False
     v_in_registers: bool = False
     p_first: bool = False
+    p_in_fp16: bool = False
     dv_first: bool = False
     staggered: bool = False
     min_blocks_per_sm: int = 1
@@ -209,7 +214,7 @@ PRESETS: dict[str, Config] = {
     "v2": MmaConfig(block_q=64, block_kv=64, warps_per_row_group=2, stages=1, unroll_dq=False),
     "v3": MmaConfig(block_q=32, block_kv=64, warps_per_row_group=4, stages=2),
     "t64": TransposedMmaConfig(
-        block_q=64, block_kv=128, num_warps=8, v_in_registers=True, p_first=True, staggered=True
+        block_q=64, block_kv=128, num_warps=8, v_in_registers=True, p_first=True, p_in_fp16=True, staggered=True
     ),
     "t128": TransposedMmaConfig(
         block_q=128,
@@ -219,6 +224,7 @@ PRESETS: dict[str, Config] = {
         exchange=True,
         dq_row_warps=4,
         p_first=True,
+        p_in_fp16=True,
         dv_first=True,
         staggered=True,
     ),

@@ -88,6 +88,8 @@ def _transposed_refusal(head_dim: int, config: TransposedMmaConfig) -> str | Non
         return "an exchange is between query groups: there is one"
     if config.dv_first and not config.p_first:
         return "dV before dP needs P before dP"
+    if config.p_in_fp16 and not config.p_first:
+        return "P in fp16 needs P before dP"
     if config.staggered and warps != 2 * _SUB_PARTITIONS:
         return f"staggered warps are pairs, one a sub-partition: {warps} warps are not {2 * _SUB_PARTITIONS}"
     column_groups = groups if config.exchanges else 1

@@ -101,6 +101,13 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
+// The lane within its warp, read where it is asked for: of use where a register that holds it over a loop is too dear.
+__device__ __forceinline__ uint32_t lane_id() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 __device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }

@@ -146,6 +146,8 @@ inline bool elect_one(int line = __builtin_LINE()) {
   return elected;
 }
 
+inline uint32_t lane_id() { return current_fiber->lane; }
+
 struct NamedBarrierOperands {
   int barrier, threads, line;
   uint32_t use;

@@ -14,7 +14,33 @@ MMA_DEPTH = 16  # k
 
 
 @dataclass(frozen=True, order=True)
-class MmaConfig:
+class _Parameters:
+    """What the families' configurations share: dataclasses of integers and booleans, each one of declared choices."""
+
+    family: ClassVar[str]
+    abbreviations: ClassVar[dict[str, str]]
+    choices: ClassVar[dict[str, tuple[int | bool, ...]]]
+
+    def __post_init__(self) -> None:
+        for name, allowed in self.choices.items():
+            value = getattr(self, name)
+            if type(value) is not type(allowed[0]) or value not in allowed:
+                raise UsageError(f"{name} is {value!r}: it must be one of {', '.join(map(str, allowed))}")
+
+    @property
+    def id(self) -> str:
+        """A readable name that `parse_config` takes back, such as ``mma_q64_kv64_w4_s1_sw128_k1_v1_b1_r2``."""
+        return "_".join(
+            [self.family, *(f"{self.abbreviations[f.name]}{int(getattr(self, f.name))}" for f in fields(self))]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The parameters by name, with the family: what is stored."""
+        return {"family": self.family, **asdict(self)}
+
+
+@dataclass(frozen=True, order=True)
+class MmaConfig(_Parameters):
     """A point of the ``mma`` family (``templates/backward_mma.cu.j2``). All tuning: none of it changes the result.
 
     Attributes:
@@ -32,6 +58,18 @@ class MmaConfig:
     """
 
     family: ClassVar[str] = "mma"
+    abbreviations: ClassVar[dict[str, str]] = {
+        "block_q": "q",
+        "block_kv": "kv",
+        "warps_per_row_group": "w",
+        "stages": "s",
+        "swizzle": "sw",
+        "k_in_registers": "k",
+        "v_in_registers": "v",
+        "min_blocks_per_sm": "b",
+        "dq_vector": "r",
+        "unroll_dq": "u",
+    }
     choices: ClassVar[dict[str, tuple[int | bool, ...]]] = {
         "block_q": (16, 32, 64, 128),
         "block_kv": (32, 64, 128),
@@ -56,12 +94,6 @@ class MmaConfig:
     dq_vector: int = 2
     unroll_dq: bool = True
 
-    def __post_init__(self) -> None:
-        for name, allowed in self.choices.items():
-            value = getattr(self, name)
-            if type(value) is not type(allowed[0]) or value not in allowed:
-                raise UsageError(f"{name} is {value!r}: it must be one of {', '.join(map(str, allowed))}")
-
     @property
     def row_groups(self) -> int:
         """Groups of 16 query rows in a tile."""
@@ -75,40 +107,130 @@ class MmaConfig:
     def threads(self) -> int:
         return 32 * self.num_warps
 
+
+@dataclass(frozen=True, order=True)
+class TransposedMmaConfig(_Parameters):
+    """A point of the ``mmat`` family (``templates/backward_mmat.cu.j2``): ``mma.sync`` with scores computed transposed.
+
+    Attributes:
+        block_q: Rows of a Q/dO tile (B_r).
+        block_kv: Rows of a K/V tile (B_c); one thread block owns one.
+        num_warps: Warps of a block.
+        query_groups: Groups of warps that divide a tile's queries; the warps of a group divide its keys.
+        exchange: With two query groups, hand P and dS over in shared memory, so that a warp sums dK and dV over all
+            queries and for half of the columns; else each group sums over its own queries, added up at the end.
+        dq_row_warps: Warps that divide the queries of dQ = dS K; the others divide its columns.
+        q_stages: Q tiles in shared memory.
+        do_stages: dO tiles in shared memory; 1 loads after use.
+        k_in_registers: Keep this warp's K fragments of S^T = K Q^T in registers, or read them again for each tile.
+        v_in_registers: The same for V in dP^T = V dO^T; V then needs no shared memory of its own.
+        p_first: Compute P before dP, packed to 16 bits: half the registers while dP is computed, and dS is made of
+            the rounded P.
+        p_in_fp16: With P first, it is fp16 that P is rounded to until dS is made of it, also where the elements are
+            bf16: dS is then as exact as without P first.
+        dv_first: Compute dV before dP as well.
+        staggered: The second of the two warps of an SM sub-partition begins a tile when the first has issued S.
+        min_blocks_per_sm: Second argument of ``__launch_bounds__``.
+        head_group: Heads whose blocks are scheduled together, to share the L2.
+    """
+
+    family: ClassVar[str] = "mmat"
+    abbreviations: ClassVar[dict[str, str]] = {
+        "block_q": "q",
+        "block_kv": "kv",
+        "num_warps": "w",
+        "query_groups": "g",
+        "exchange": "x",
+        "dq_row_warps": "r",
+        "q_stages": "s",
+        "do_stages": "o",
+        "k_in_registers": "k",
+        "v_in_registers": "v",
+        "p_first": "p",
+        "p_in_fp16": "f",
+        "dv_first": "d",
+        "staggered": "t",
+        "min_blocks_per_sm": "b",
+        "head_group": "h",
+    }
+    choices: ClassVar[dict[str, tuple[int | bool, ...]]] = {
+        "block_q": (32, 64, 96, 128),
+        "block_kv": (64, 128),
+        "num_warps": (4, 8),
+        "query_groups": (1, 2),
+        "exchange": (False, True),
+        "dq_row_warps": (1, 2, 4),
+        "q_stages": (2, 3),
+        "do_stages": (1, 2, 3),
+        "k_in_registers": (False, True),
+        "v_in_registers": (False, True),
+        "p_first": (False, True),
+        "p_in_fp16": (False, True),
+        "dv_first": (False, True),
+        "staggered": (False, True),
+        "min_blocks_per_sm": (1, 2),
+        "head_group": (2, 4, 8),
+    }
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    query_groups: int = 1
+    exchange: bool = False
+    dq_row_warps: int = 2
+    q_stages: int = 2
+    do_stages: int = 1
+    k_in_registers: bool = False
+    v_in_registers: bool = False
+    p_first: bool = False
+    p_in_fp16: bool = False
+    dv_first: bool = False
+    staggered: bool = False
+    min_blocks_per_sm: int = 1
+    head_group: int = 4
+
     @property
-    def id(self) -> str:
-        """A readable name that `parse_config` takes back, such as ``mma_q64_kv64_w4_s1_sw128_k1_v1_b1_r2``."""
-        return "_".join([self.family, *(f"{_ABBREVIATIONS[f.name]}{int(getattr(self, f.name))}" for f in fields(self))])
+    def threads(self) -> int:
+        return 32 * self.num_warps
 
-    def to_dict(self) -> dict[str, Any]:
-        """The parameters by name, with the family: what is stored."""
-        return {"family": self.family, **asdict(self)}
+    @property
+    def exchanges(self) -> bool:
+        """Whether query groups hand P and dS to each other."""
+        return self.query_groups > 1 and self.exchange
+
+    @property
+    def splits_k(self) -> bool:
+        """Whether query groups have parts of dK and dV, to be added up."""
+        return self.query_groups > 1 and not self.exchange
 
 
-_ABBREVIATIONS = {
-    "block_q": "q",
-    "block_kv": "kv",
-    "warps_per_row_group": "w",
-    "stages": "s",
-    "swizzle": "sw",
-    "k_in_registers": "k",
-    "v_in_registers": "v",
-    "min_blocks_per_sm": "b",
-    "dq_vector": "r",
-    "unroll_dq": "u",
-}
+Config = MmaConfig | TransposedMmaConfig
+"""Any family's configuration."""
 
-Config = MmaConfig
-"""Any family's configuration: a union, once there is a second family."""
-
-FAMILIES: dict[str, type[Config]] = {MmaConfig.family: MmaConfig}
+FAMILIES: dict[str, type[Config]] = {MmaConfig.family: MmaConfig, TransposedMmaConfig.family: TransposedMmaConfig}
 
 PRESETS: dict[str, Config] = {
     "v1": MmaConfig(block_q=64, block_kv=64, warps_per_row_group=4, stages=1),
     "v2": MmaConfig(block_q=64, block_kv=64, warps_per_row_group=2, stages=1, unroll_dq=False),
     "v3": MmaConfig(block_q=32, block_kv=64, warps_per_row_group=4, stages=2),
+    "t64": TransposedMmaConfig(
+        block_q=64, block_kv=128, num_warps=8, v_in_registers=True, p_first=True, p_in_fp16=True, staggered=True
+    ),
+    "t128": TransposedMmaConfig(
+        block_q=128,
+        block_kv=128,
+        num_warps=8,
+        query_groups=2,
+        exchange=True,
+        dq_row_warps=4,
+        p_first=True,
+        p_in_fp16=True,
+        dv_first=True,
+        staggered=True,
+    ),
 }
-"""The three kernels of the public write-up this project starts from. v2 needs the loop for dQ to fit its registers."""
+"""v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit
+its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory."""
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:
@@ -133,7 +255,7 @@ def config_from_dict(values: dict[str, Any]) -> Config:
 
 
 def parse_config(text: str) -> Config:
-    """A preset's name (``v1``, ``v2``, ``v3``) or a configuration's id.
+    """A preset's name, such as ``v2``, or a configuration's id.
 
     Raises:
         UsageError: Neither of them, with what would be.
@@ -144,16 +266,16 @@ def parse_config(text: str) -> Config:
     if family in FAMILIES:
         pairs = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in rest.split("_")]
         found = {match[1]: int(match[2]) for match in pairs if match}
-        if all(pairs) and list(found) == list(_ABBREVIATIONS.values()):
+        if all(pairs) and list(found) == list(FAMILIES[family].abbreviations.values()):
             choices = FAMILIES[family].choices
             values: dict[str, Any] = {
                 name: bool(found[short]) if isinstance(choices[name][0], bool) else found[short]
-                for name, short in _ABBREVIATIONS.items()
+                for name, short in FAMILIES[family].abbreviations.items()
             }
             return FAMILIES[family](**values)
     raise UsageError(f"unknown configuration {text!r}: use {', '.join(PRESETS)} or an id such as {PRESETS['v2'].id}")
 
 
 def preset_name(config: Config) -> str | None:
-    """``v1``, ``v2`` or ``v3`` where the configuration is one of them."""
+    """The name of the preset that the configuration is, if it is one."""
     return next((name for name, preset in PRESETS.items() if preset == config), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, Config
+from .config import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig
 from .device import Device
 from .problem import Problem
 
@@ -12,6 +12,8 @@ _CHUNK_BYTES = 16  # what ldmatrix reads of a row, and the narrowest panel
 _BARRIER_BYTES = 8
 _FRAGMENT_REGISTERS = 4  # an accumulator fragment's fp32 values in a thread; also an ldmatrix.x4
 _WORKING_REGISTERS = 16  # two operand fragments in flight, and the addresses and loop state that nothing can do without
+_TRANSPOSED_WORKING_REGISTERS = 31  # the same where they are all addresses; measured: more than 224 others spill
+_TRANSPOSED_PITCH_BYTES = 128
 _REGISTER_ALLOCATION = 256  # registers are handed to a warp in these units
 _SHARED_MEMORY_ALLOCATION = 128
 
@@ -38,10 +40,17 @@ def ceil_div(a: int, b: int) -> int:
 
 def estimate(problem: Problem, config: Config) -> Estimate:
     """What `config` needs for `problem`. The configuration's divisibility is not checked here but in `space`."""
-    return Estimate(config.threads, _shared_memory_bytes(problem, config), _registers(problem, config))
+    if isinstance(config, TransposedMmaConfig):
+        shared_memory, registers = (
+            _transposed_shared_memory_bytes(problem, config),
+            _transposed_registers(problem, config),
+        )
+    else:
+        shared_memory, registers = _shared_memory_bytes(problem, config), _registers(problem, config)
+    return Estimate(config.threads, shared_memory, registers)
 
 
-def _shared_memory_bytes(problem: Problem, config: Config) -> int:
+def _shared_memory_bytes(problem: Problem, config: MmaConfig) -> int:
     pitch = config.swizzle or _CHUNK_BYTES
     row_bytes = ceil_div(problem.head_dim * problem.element_bytes, pitch) * pitch
     keys = 2 * config.block_kv * row_bytes
@@ -51,14 +60,14 @@ def _shared_memory_bytes(problem: Problem, config: Config) -> int:
     return keys + queries + scores + barriers * _BARRIER_BYTES
 
 
-def key_group_warps(config: Config) -> tuple[int, int]:
+def key_group_warps(config: MmaConfig) -> tuple[int, int]:
     """How the warps share out dK and dV: warps to a group of 16 keys, and groups of 16 keys to a warp."""
     groups = config.block_kv // MMA_ROWS
     warps_per_group = max(config.num_warps // groups, 1)
     return warps_per_group, groups * warps_per_group // config.num_warps
 
 
-def _registers(problem: Problem, config: Config) -> int:
+def _registers(problem: Problem, config: MmaConfig) -> int:
     score_fragments = config.block_kv // MMA_COLUMNS // config.warps_per_row_group
     dq_fragments = problem.head_dim // MMA_COLUMNS // config.warps_per_row_group
     warps_per_key_group, groups_per_warp = key_group_warps(config)
@@ -68,6 +77,38 @@ def _registers(problem: Problem, config: Config) -> int:
     # S and dP are alive together, dQ after them.
     passing = _FRAGMENT_REGISTERS * max(2 * score_fragments, dq_fragments)
     return 2 * _FRAGMENT_REGISTERS * dkv_fragments + kept + passing + _WORKING_REGISTERS
+
+
+def _transposed_shared_memory_bytes(problem: Problem, config: TransposedMmaConfig) -> int:
+    row_bytes = ceil_div(problem.head_dim * problem.element_bytes, _TRANSPOSED_PITCH_BYTES) * _TRANSPOSED_PITCH_BYTES
+    key_tile = config.block_kv * row_bytes
+    queries = (config.q_stages + config.do_stages) * config.block_q
+    score_tiles = 1 + config.exchanges
+    tiles = (
+        (1 if config.v_in_registers else 2) * key_tile
+        + queries * row_bytes
+        + score_tiles * config.block_q * config.block_kv * problem.element_bytes
+    )
+    # V on its way to registers lies where the others will; at the end, parts of dK and dV where they were.
+    at_start = 2 * key_tile if config.v_in_registers else 0
+    at_end = 2 * config.block_kv * problem.head_dim * 4 if config.splits_k else 0
+    row_values = config.q_stages + config.do_stages
+    barriers = 5 + config.q_stages + config.do_stages + (2 * config.num_warps if config.exchanges else 0)
+    return max(tiles, at_start, at_end) + row_values * config.block_q * 4 + barriers * _BARRIER_BYTES
+
+
+def _transposed_registers(problem: Problem, config: TransposedMmaConfig) -> int:
+    keys = config.block_kv * config.query_groups // config.num_warps
+    queries = config.block_q // config.query_groups
+    dkv_columns = problem.head_dim // (2 if config.exchanges else 1)
+    sums = 2 * keys * dkv_columns // 32
+    kept = (int(config.k_in_registers) + int(config.v_in_registers)) * keys * problem.head_dim // 64
+    # S and dP are alive together, or P in 16 bits and dP; dQ after them.
+    scores = keys * queries // 32
+    passing = max(
+        scores * 3 // 2 if config.p_first else scores * 2, config.block_q * problem.head_dim // config.threads
+    )
+    return sums + kept + passing + _TRANSPOSED_WORKING_REGISTERS
 
 
 def blocks_per_sm(device: Device, *, threads: int, registers: int, shared_memory_bytes: int) -> int:

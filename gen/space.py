@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config
+from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig
 from .device import Device
 from .errors import UsageError
 from .problem import Problem
@@ -18,35 +18,22 @@ from .resources import blocks_per_sm, estimate, key_group_warps
 
 _LARGEST_HEAD_DIM = 256
 _FRAGMENT_COLUMNS = 16  # ldmatrix.x4 reads two 8-column B fragments at a time
+_SUB_PARTITIONS = 4  # of an SM; a block's warps go round them
 _SPACE_HASH_DIGITS = 12
 
 
 def refusal(problem: Problem, config: Config, device: Device) -> str | None:
     """Why `config` cannot serve `problem` on `device`, in words; None where it can, as far as arithmetic tells."""
-    head_dim, warps, per_row_group = problem.head_dim, config.num_warps, config.warps_per_row_group
-    if reason := head_dim_refusal(head_dim):
+    if reason := head_dim_refusal(problem.head_dim):
         return reason
     if config.threads > device.max_threads_per_block:
         return f"{config.threads} threads: a block has at most {device.max_threads_per_block}"
-    if config.block_kv % (_FRAGMENT_COLUMNS * per_row_group):
-        return (
-            f"S does not divide: {config.block_kv} keys among {per_row_group} warps are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
-        )
-    if head_dim % (_FRAGMENT_COLUMNS * per_row_group):
-        return (
-            f"dQ does not divide: {head_dim} columns among {per_row_group} warps are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
-        )
-    key_groups = config.block_kv // MMA_ROWS
-    if warps % key_groups and key_groups % warps:
-        return f"dK and dV do not divide: {warps} warps for {key_groups} groups of {MMA_ROWS} keys"
-    warps_per_key_group, _ = key_group_warps(config)
-    if head_dim % (_FRAGMENT_COLUMNS * warps_per_key_group):
-        return (
-            f"dK and dV do not divide: {head_dim} columns among {warps_per_key_group} warps are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
-        )
+    if isinstance(config, TransposedMmaConfig):
+        reason = _transposed_refusal(problem.head_dim, config)
+    else:
+        reason = _mma_refusal(problem.head_dim, config)
+    if reason:
+        return reason
     needs = estimate(problem, config)
     if needs.shared_memory_bytes > device.shared_memory_per_block_bytes:
         return (
@@ -68,6 +55,54 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
     )
     if fitting < blocks:
         return f"{blocks} blocks an SM are asked for, {fitting} fit by threads and shared memory"
+    return None
+
+
+def _mma_refusal(head_dim: int, config: MmaConfig) -> str | None:
+    warps, per_row_group = config.num_warps, config.warps_per_row_group
+    if config.block_kv % (_FRAGMENT_COLUMNS * per_row_group):
+        return (
+            f"S does not divide: {config.block_kv} keys among {per_row_group} warps are not a multiple of "
+            f"{_FRAGMENT_COLUMNS} each"
+        )
+    if head_dim % (_FRAGMENT_COLUMNS * per_row_group):
+        return (
+            f"dQ does not divide: {head_dim} columns among {per_row_group} warps are not a multiple of "
+            f"{_FRAGMENT_COLUMNS} each"
+        )
+    key_groups = config.block_kv // MMA_ROWS
+    if warps % key_groups and key_groups % warps:
+        return f"dK and dV do not divide: {warps} warps for {key_groups} groups of {MMA_ROWS} keys"
+    warps_per_key_group, _ = key_group_warps(config)
+    if head_dim % (_FRAGMENT_COLUMNS * warps_per_key_group):
+        return (
+            f"dK and dV do not divide: {head_dim} columns among {warps_per_key_group} warps are not a multiple of "
+            f"{_FRAGMENT_COLUMNS} each"
+        )
+    return None
+
+
+def _transposed_refusal(head_dim: int, config: TransposedMmaConfig) -> str | None:
+    groups, warps, row_warps = config.query_groups, config.num_warps, config.dq_row_warps
+    if config.exchange and groups == 1:
+        return "an exchange is between query groups: there is one"
+    if config.dv_first and not config.p_first:
+        return "dV before dP needs P before dP"
+    if config.p_in_fp16 and not config.p_first:
+        return "P in fp16 needs P before dP"
+    if config.staggered and warps != 2 * _SUB_PARTITIONS:
+        return f"staggered warps are pairs, one a sub-partition: {warps} warps are not {2 * _SUB_PARTITIONS}"
+    column_groups = groups if config.exchanges else 1
+    divisions = (
+        ("S", config.block_kv, "keys", warps // groups, MMA_ROWS),
+        ("S", config.block_q, "queries", groups, MMA_DEPTH),
+        ("dK and dV", head_dim, "columns", column_groups, _FRAGMENT_COLUMNS),
+        ("dQ", config.block_q, "queries", row_warps, MMA_ROWS),
+        ("dQ", head_dim, "columns", warps // row_warps, _FRAGMENT_COLUMNS),
+    )
+    for product, size, unit, parts, multiple in divisions:
+        if size % (parts * multiple):
+            return f"{product} does not divide: {size} {unit} in {parts} parts are not a multiple of {multiple} each"
     return None
 
 

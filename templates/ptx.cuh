@@ -74,6 +74,20 @@ __device__ __forceinline__ uint32_t opaque(uint32_t value) {
 
 __device__ __forceinline__ void sync_threads() { __syncthreads(); }
 
+// Orders what the lanes of a warp did before it and do after it.
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+
+// Barriers 1 to 15 of the block, for `threads` threads in whole warps. Returns when all of them have come, some of them
+// perhaps by the function below.
+__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Comes to the barrier and goes on. It may come again only when the barrier has completed in between.
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // True in exactly one thread of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
@@ -87,9 +101,24 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
+// The lane within its warp, read where it is asked for: of use where a register that holds it over a loop is too dear.
+__device__ __forceinline__ uint32_t lane_id() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 __device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
+
+__device__ __forceinline__ uint32_t shuffle_xor(uint32_t value, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// The first lane's value. The compiler knows that it is the same in all lanes, and keeps what follows from it in registers
+// that a warp has once.
+__device__ __forceinline__ int broadcast(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // ---- shared memory ----
 
@@ -101,6 +130,31 @@ __device__ __forceinline__ uint32_t shared_memory_base() {
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float4 value) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x), "f"(value.y), "f"(value.z),
+               "f"(value.w)
+               : "memory");
+}
+
+template <class T>
+__device__ __forceinline__ T load_shared(uint32_t address);
+
+template <>
+__device__ __forceinline__ float2 load_shared<float2>(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));
+  return value;
+}
+
+template <>
+__device__ __forceinline__ float4 load_shared<float4>(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address));
+  return value;
 }
 
 // ---- global memory ----
@@ -146,6 +200,19 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Arrives where `arrives`: a predicate rather than a branch, which would cut the caller's loop into pieces that the
+// compiler schedules one by one.
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, bool arrives) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}" ::"r"(barrier),
+      "r"(static_cast<uint32_t>(arrives))
+      : "memory");
+}
+
 // Returns once the phase of that parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -174,6 +241,13 @@ __device__ __forceinline__ void tma_load_4d(uint32_t destination, const CUtensor
       : "memory");
 }
 
+// Copies `bytes` bytes to shared memory and counts them on `barrier`; both addresses and the size are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // ---- tensor cores ----
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
@@ -188,6 +262,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint3
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(address));
+}
+
+// The inverse of ldmatrix_x4.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(fragment[0]),
+               "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
 }
 
 // accumulator (16x8, fp32) += a (16x16) * b (16x8).

@@ -107,7 +107,7 @@ class Proposals:
         if not self._sampler.untried:
             return None
         trial = self._study.ask(_distributions())
-        return Proposal(trial.number, config_from_dict(trial.params))
+        return Proposal(trial.number, _config_of(trial.params))
 
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         """Ends a proposal's trial.
@@ -149,7 +149,7 @@ class StudyLog:
             if trial.user_attrs.get(_CONDITIONS_ATTRIBUTE) != self._conditions or trial.state not in _OUTCOME_STATES:
                 continue
             try:
-                config = config_from_dict(trial.params)
+                config = _config_of(trial.params)
             except BwdtuneError:
                 continue
             yield config, _outcome(trial)
@@ -194,7 +194,7 @@ def _finished_trial(config: Config, outcome: Outcome, conditions: str = "") -> F
     return create_trial(
         state=_STATES[outcome.state],
         value=outcome.ms,
-        params=config.to_dict(),
+        params=_parameters(config),
         distributions=_distributions(),
         user_attrs={
             _CONFIG_ATTRIBUTE: config.id,
@@ -218,6 +218,25 @@ def _choices() -> dict[str, list[Any]]:
     return choices
 
 
+def _parameters(config: Config) -> dict[str, Any]:
+    """A configuration as Optuna sees it: what its family does not have is at its first choice.
+
+    TPE learns from trials that have every parameter; what never varies within a family tells it nothing there.
+    """
+    return {name: values[0] for name, values in _choices().items()} | config.to_dict()
+
+
+def _config_of(parameters: Mapping[str, Any]) -> Config:
+    """The inverse.
+
+    Raises:
+        UsageError: It is no configuration of this version.
+    """
+    family = FAMILIES.get(parameters.get("family", ""))
+    names = {"family", *family.choices} if family else set(parameters)
+    return config_from_dict({name: value for name, value in parameters.items() if name in names})
+
+
 def _distributions() -> dict[str, BaseDistribution]:
     return {name: CategoricalDistribution(values) for name, values in _choices().items()}
 
@@ -238,7 +257,7 @@ class _ValidSampler(BaseSampler):
         self._kind = kind
         self._random = np.random.default_rng(seed)
         self._tpe = _make_tpe(seed) if kind == "tpe" else None
-        self._positions = np.array([_positions(config.to_dict()) for config in self._configs], dtype=np.int64)
+        self._positions = np.array([_positions(_parameters(config)) for config in self._configs], dtype=np.int64)
 
     def take(self, config: Config) -> bool:
         """Counts a configuration as tried; returns whether it was valid and untried."""
@@ -256,7 +275,7 @@ class _ValidSampler(BaseSampler):
     ) -> dict[str, Any]:
         index = self._choose(study, trial, search_space)
         del self.untried[index]
-        return self._configs[index].to_dict()
+        return _parameters(self._configs[index])
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -277,7 +296,13 @@ class _ValidSampler(BaseSampler):
         if not proposed:  # too few results for TPE to learn from
             return int(self._random.choice(untried))
         single = {name: values[0] for name, values in _choices().items() if name not in plural}
-        distances = np.abs(self._positions[untried] - np.array(_positions({**single, **proposed}))).sum(axis=1)
+        values = {**single, **proposed}
+        names = {"family", *FAMILIES[values["family"]].choices}
+        counted = np.array([name in names for name in _choices()])
+        steps = np.abs(self._positions[untried] - np.array(_positions(values)))
+        # Another family is further away than anything within the family.
+        steps[:, list(_choices()).index("family")] *= steps.max() * len(counted)
+        distances = steps[:, counted].sum(axis=1)
         return int(self._random.choice(untried[distances == distances.min()]))
 
 

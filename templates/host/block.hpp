@@ -12,7 +12,7 @@
 
 namespace bwdtune_host __attribute__((visibility("hidden"))) {
 
-constexpr uint32_t WARP_SIZE = 32, MAX_WARPS = 32, MAX_MBARRIERS = 64;
+constexpr uint32_t WARP_SIZE = 32, MAX_WARPS = 32, MAX_MBARRIERS = 64, NAMED_BARRIERS = 16;
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 // Where dynamic shared memory begins: as on a card, address 0 is not part of it.
 constexpr uint32_t SHARED_BASE = 1024;
@@ -68,7 +68,7 @@ struct WarpInstruction {
   void (*execute)(Warp&);
 };
 
-enum class State : uint8_t { READY, IN_WARP_INSTRUCTION, AT_BLOCK_BARRIER, AT_MBARRIER, EXITED };
+enum class State : uint8_t { READY, IN_WARP_INSTRUCTION, AT_BLOCK_BARRIER, AT_NAMED_BARRIER, AT_MBARRIER, EXITED };
 
 struct Fiber {
   Context context;
@@ -79,7 +79,7 @@ struct Fiber {
   State state;
   int line;               // of the .cu, where it waits
   void* operands;         // of the warp instruction it has arrived at
-  uint32_t awaited_mbarrier, awaited_parity;
+  uint32_t awaited_mbarrier, awaited_parity, awaited_named_barrier;
   // What it knows of each thread and mbarrier beyond what the last block barrier told everybody; valid in that barrier's epoch.
   uint32_t* known;
   uint32_t known_epoch;
@@ -112,6 +112,17 @@ struct Mbarrier {
   uint32_t* completed;      // the same when the last phase completed: what a wait learns
 };
 
+// ---- named barriers ----
+
+struct NamedBarrier {
+  uint32_t expected, arrived;  // threads; both 0 between two uses
+  uint32_t completed_uses;
+  uint32_t waiting;            // warps with a thread that waits
+  int line;                    // of the first arrival
+  uint32_t* released;          // what arrivals publish, joined
+  uint32_t* completed;         // the same when the last use completed
+};
+
 // ---- shared memory ----
 
 struct Word {
@@ -140,6 +151,7 @@ class Block {
         told_to_all_(allocate<uint32_t>(participants_)),
         clocks_(allocate<uint32_t>(threads_)),
         mbarrier_clocks_(allocate<uint32_t>(2 * MAX_MBARRIERS * participants_)),
+        named_barrier_clocks_(allocate<uint32_t>(2 * NAMED_BARRIERS * participants_)),
         shared_(allocate<uint8_t>(4 * shared_words_)),
         words_(allocate<Word>(shared_words_)),
         reader_warps_(allocate<uint32_t>(launch.race_check ? shared_words_ : 0)),
@@ -148,6 +160,7 @@ class Block {
   ~Block() {
     for (void* pointer : {static_cast<void*>(fibers_), static_cast<void*>(known_), static_cast<void*>(told_to_all_),
                           static_cast<void*>(clocks_), static_cast<void*>(mbarrier_clocks_),
+                          static_cast<void*>(named_barrier_clocks_),
                           static_cast<void*>(shared_), static_cast<void*>(words_), static_cast<void*>(reader_warps_),
                           static_cast<void*>(reads_)})
       free(pointer);
@@ -156,7 +169,7 @@ class Block {
   Block& operator=(const Block&) = delete;
 
   bool allocated() const {
-    return stacks_.allocated() && fibers_ && known_ && told_to_all_ && clocks_ && mbarrier_clocks_ && shared_ && words_ &&
+    return stacks_.allocated() && fibers_ && known_ && told_to_all_ && clocks_ && mbarrier_clocks_ && named_barrier_clocks_ && shared_ && words_ &&
            reader_warps_ && reads_;
   }
 
@@ -173,6 +186,11 @@ class Block {
     barrier_arrived_ = 0;
     mbarrier_count_ = 0;
     epoch_ = 1;
+    memset(named_barrier_clocks_, 0, 2 * NAMED_BARRIERS * participants_ * sizeof *named_barrier_clocks_);
+    for (uint32_t i = 0; i < NAMED_BARRIERS; i++) {
+      uint32_t* clocks = named_barrier_clocks_ + 2 * i * participants_;
+      named_barriers_[i] = {0, 0, 0, 0, 0, clocks, clocks + participants_};
+    }
     memset(told_to_all_, 0, participants_ * sizeof *told_to_all_);
     memset(words_, 0xff, shared_words_ * sizeof *words_);
     if (launch_.race_check) memset(reader_warps_, 0, shared_words_ * sizeof *reader_warps_);
@@ -198,6 +216,7 @@ class Block {
     Context::go(scheduler_, fibers_[0].context);
     current_fiber = nullptr;
     if (!faulted_) check_mbarriers_at_exit();
+    if (!faulted_) check_named_barriers_at_exit();
   }
 
   // ---- faults ----
@@ -250,6 +269,19 @@ class Block {
     warp.ready = ALL_LANES;
   }
 
+  // What its lanes did is known to all of them from here on.
+  void join_warp(const Warp& warp) {
+    Fiber* lanes = warp.lanes;
+    for (uint32_t lane = 0; lane < WARP_SIZE; lane++) catch_up(lanes[lane]);
+    for (uint32_t lane = 1; lane < WARP_SIZE; lane++)
+      for (uint32_t i = 0; i < participants_; i++)
+        if (lanes[0].known[i] < lanes[lane].known[i]) lanes[0].known[i] = lanes[lane].known[i];
+    for (uint32_t lane = 0; lane < WARP_SIZE; lane++)
+      lanes[0].known[lanes[lane].thread] = clocks_[lanes[lane].thread]++;
+    for (uint32_t lane = 1; lane < WARP_SIZE; lane++)
+      memcpy(lanes[lane].known, lanes[0].known, participants_ * sizeof *lanes[0].known);
+  }
+
   // ---- the block barrier ----
 
   void sync_threads(int line) {
@@ -274,6 +306,58 @@ class Block {
     epoch_++;
     for (uint32_t w = 0; w < warps_count_; w++)
       warps_[w].ready = warps_[w].size == WARP_SIZE ? ALL_LANES : (1u << warps_[w].size) - 1;
+  }
+
+  // ---- named barriers ----
+
+  // All lanes of a warp arrive. Returns the uses completed before: to wait is to wait until there are more.
+  uint32_t arrive_at_named_barrier(const Warp& warp, int index, int threads, const char* what, int line) {
+    const Fiber& fiber = warp.lanes[0];
+    if (index < 1 || index >= static_cast<int>(NAMED_BARRIERS))
+      fault(fiber, cudaErrorLaunchFailure, line, "%s of barrier %d: they are 1 to 15, and 0 is the block's own", what, index);
+    if (threads < 1 || threads % static_cast<int>(WARP_SIZE) || static_cast<uint32_t>(threads) > threads_)
+      fault(fiber, cudaErrorLaunchFailure, line, "%s for %d threads: they must be whole warps of the block's %u threads", what,
+            threads, threads_);
+    NamedBarrier& barrier = named_barriers_[index];
+    if (!barrier.arrived) {
+      barrier.expected = static_cast<uint32_t>(threads);
+      barrier.line = line;
+    } else if (barrier.expected != static_cast<uint32_t>(threads)) {
+      fault(fiber, cudaErrorLaunchFailure, line, "%s of barrier %d for %d threads, which line %d uses for %u", what, index,
+            threads, barrier.line, barrier.expected);
+    }
+    for (uint32_t lane = 0; lane < WARP_SIZE; lane++) publish(warp.lanes[lane], barrier.released);
+    barrier.arrived += WARP_SIZE;
+    const uint32_t use = barrier.completed_uses;
+    if (barrier.arrived < barrier.expected) return use;
+    barrier.arrived = barrier.expected = 0;
+    barrier.completed_uses++;
+    memcpy(barrier.completed, barrier.released, participants_ * sizeof *barrier.released);
+    for (uint32_t warps = barrier.waiting; warps; warps &= warps - 1) {
+      Warp& other = warps_[__builtin_ctz(warps)];
+      for (uint32_t lane = 0; lane < other.size; lane++) {
+        Fiber& waiting = other.lanes[lane];
+        if (waiting.state != State::AT_NAMED_BARRIER || waiting.awaited_named_barrier != static_cast<uint32_t>(index)) continue;
+        waiting.state = State::READY;
+        other.ready |= 1u << lane;
+      }
+    }
+    barrier.waiting = 0;
+    return use;
+  }
+
+  void wait_at_named_barrier(int index, uint32_t use, int line) {
+    Fiber& fiber = *current_fiber;
+    NamedBarrier& barrier = named_barriers_[index];
+    if (barrier.completed_uses == use) {
+      fiber.state = State::AT_NAMED_BARRIER;
+      fiber.line = line;
+      fiber.awaited_named_barrier = static_cast<uint32_t>(index);
+      fiber.warp->ready &= ~(1u << fiber.lane);
+      barrier.waiting |= 1u << fiber.warp->index;
+      suspend(fiber);
+    }
+    learn(fiber, barrier.completed);
   }
 
   // ---- shared memory ----
@@ -375,17 +459,11 @@ class Block {
     Fiber& fiber = *current_fiber;
     Mbarrier& mbarrier = mbarrier_at(address, "mbarrier.arrive", line);
     count_bytes(mbarrier, static_cast<int64_t>(bytes), line);
-    if (!mbarrier.pending)
-      fault(fiber, cudaErrorLaunchFailure, line,
-            "more arrivals than the %u of the mbarrier at shared offset %u, whose phase %u still misses %d bytes",
-            mbarrier.count, address - SHARED_BASE, mbarrier.phases, mbarrier.bytes);
-    mbarrier.pending--;
-    for (uint32_t i = 0; i < participants_; i++) {
-      const uint32_t known = known_of(fiber, i);
-      if (mbarrier.released[i] < known) mbarrier.released[i] = known;
-    }
-    mbarrier.released[fiber.thread] = clocks_[fiber.thread]++;
-    complete_phase_if_due(mbarrier, line);
+    arrive(fiber, mbarrier, line);
+  }
+
+  void mbarrier_arrive(uint32_t address, int line) {
+    arrive(*current_fiber, mbarrier_at(address, "mbarrier.arrive", line), line);
   }
 
   void mbarrier_complete_tx(Mbarrier& mbarrier, uint32_t bytes, int line) {
@@ -409,12 +487,7 @@ class Block {
       suspend(fiber);
     }
     if (mbarrier.waited < mbarrier.phases) mbarrier.waited = mbarrier.phases;
-    if (fiber.known_epoch != epoch_) {
-      memcpy(fiber.known, told_to_all_, participants_ * sizeof *told_to_all_);
-      fiber.known_epoch = epoch_;
-    }
-    for (uint32_t i = 0; i < participants_; i++)
-      if (fiber.known[i] < mbarrier.completed[i]) fiber.known[i] = mbarrier.completed[i];
+    learn(fiber, mbarrier.completed);
     uint32_t& phases = fiber.known[threads_ + (&mbarrier - mbarriers_)];
     if (phases < mbarrier.phases) phases = mbarrier.phases;
   }
@@ -496,6 +569,12 @@ class Block {
         snprintf(text, bytes, "thread %u waits for its warp in %s of line %d", fiber.thread,
                  fiber.warp->instruction->name, fiber.line);
         break;
+      case State::AT_NAMED_BARRIER: {
+        const NamedBarrier& barrier = named_barriers_[fiber.awaited_named_barrier];
+        snprintf(text, bytes, "thread %u waits at line %d for named barrier %u, which %u of %u threads have reached",
+                 fiber.thread, fiber.line, fiber.awaited_named_barrier, barrier.arrived, barrier.expected);
+        break;
+      }
       case State::AT_MBARRIER: {
         const Mbarrier& mbarrier = mbarriers_[fiber.awaited_mbarrier];
         snprintf(text, bytes,
@@ -554,6 +633,28 @@ class Block {
     return fiber.known_epoch == epoch_ ? fiber.known[participant] : told_to_all_[participant];
   }
 
+  // Brings a thread's own record up to the last block barrier.
+  void catch_up(Fiber& fiber) {
+    if (fiber.known_epoch == epoch_) return;
+    memcpy(fiber.known, told_to_all_, participants_ * sizeof *told_to_all_);
+    fiber.known_epoch = epoch_;
+  }
+
+  // Joins what a thread did and knows into `released`.
+  void publish(const Fiber& fiber, uint32_t* released) {
+    for (uint32_t i = 0; i < participants_; i++) {
+      const uint32_t known = known_of(fiber, i);
+      if (released[i] < known) released[i] = known;
+    }
+    released[fiber.thread] = clocks_[fiber.thread]++;
+  }
+
+  void learn(Fiber& fiber, const uint32_t* completed) {
+    catch_up(fiber);
+    for (uint32_t i = 0; i < participants_; i++)
+      if (fiber.known[i] < completed[i]) fiber.known[i] = completed[i];
+  }
+
   // ---- shared memory ----
 
   // The offset of an address, which must be aligned and lie within the block's memory with all its bytes.
@@ -589,6 +690,16 @@ class Block {
   }
 
   // ---- mbarriers ----
+
+  void arrive(const Fiber& fiber, Mbarrier& mbarrier, int line) {
+    if (!mbarrier.pending)
+      fault(fiber, cudaErrorLaunchFailure, line,
+            "more arrivals than the %u of the mbarrier at shared offset %u, whose phase %u still misses %d bytes",
+            mbarrier.count, mbarrier.address - SHARED_BASE, mbarrier.phases, mbarrier.bytes);
+    mbarrier.pending--;
+    publish(fiber, mbarrier.released);
+    complete_phase_if_due(mbarrier, line);
+  }
 
   void count_bytes(Mbarrier& mbarrier, int64_t bytes, int line) {
     const int64_t total = mbarrier.bytes + bytes;
@@ -642,6 +753,18 @@ class Block {
     }
   }
 
+  void check_named_barriers_at_exit() {
+    for (uint32_t i = 1; i < NAMED_BARRIERS; i++) {
+      const NamedBarrier& barrier = named_barriers_[i];
+      if (!barrier.arrived) continue;
+      char text[320];
+      snprintf(text, sizeof text, "block (%u,%u,%u) exits while named barrier %u of line %d has %u of %u threads", index_.x,
+               index_.y, index_.z, i, barrier.line, barrier.arrived, barrier.expected);
+      launch_.fault(cudaErrorLaunchFailure, text);
+      return;
+    }
+  }
+
   // ---- global memory ----
 
   [[noreturn]] void fault_global(uintptr_t begin, uint64_t bytes, bool write, const char* what, int line) {
@@ -678,11 +801,13 @@ class Block {
 
   Warp warps_[MAX_WARPS];
   Mbarrier mbarriers_[MAX_MBARRIERS];
+  NamedBarrier named_barriers_[NAMED_BARRIERS];
   Fiber* const fibers_;
   uint32_t* const known_;            // (threads, participants)
   uint32_t* const told_to_all_;      // (participants): what the last block barrier told everybody
   uint32_t* const clocks_;           // (threads)
   uint32_t* const mbarrier_clocks_;  // (mbarriers, 2, participants)
+  uint32_t* const named_barrier_clocks_;  // (named barriers, 2, participants)
   uint8_t* const shared_;
   Word* const words_;
   // Reads since the last write of a word, for the race check: the warps, and for each of them clock << 5 | lane.

@@ -135,16 +135,46 @@ inline void execute_elect(Warp& warp) {
 }
 constexpr WarpInstruction ELECT = {"elect.sync", execute_elect};
 
+inline void execute_sync_warp(Warp& warp) { warp.lanes[0].block->join_warp(warp); }
+constexpr WarpInstruction SYNC_WARP = {"bar.warp.sync", execute_sync_warp};
+
+inline void sync_warp(int line = __builtin_LINE()) { block().execute_in_warp(SYNC_WARP, nullptr, line); }
+
 inline bool elect_one(int line = __builtin_LINE()) {
   bool elected;
   block().execute_in_warp(ELECT, &elected, line);
   return elected;
 }
 
+inline uint32_t lane_id() { return current_fiber->lane; }
+
+struct NamedBarrierOperands {
+  int barrier, threads, line;
+  uint32_t use;
+};
+
+inline void execute_named_barrier(Warp& warp) {
+  const NamedBarrierOperands& first = operands_of<NamedBarrierOperands>(warp, 0);
+  const uint32_t use =
+      warp.lanes[0].block->arrive_at_named_barrier(warp, first.barrier, first.threads, warp.instruction->name, first.line);
+  for (uint32_t lane = 0; lane < WARP_SIZE; lane++) operands_of<NamedBarrierOperands>(warp, lane).use = use;
+}
+constexpr WarpInstruction BAR_SYNC = {"bar.sync", execute_named_barrier};
+constexpr WarpInstruction BAR_ARRIVE = {"bar.arrive", execute_named_barrier};
+
+inline void named_barrier_sync(int barrier, int threads, int line = __builtin_LINE()) {
+  NamedBarrierOperands operands = {barrier, threads, line, 0};
+  block().execute_in_warp(BAR_SYNC, &operands, line);
+  block().wait_at_named_barrier(barrier, operands.use, line);
+}
+
+inline void named_barrier_arrive(int barrier, int threads, int line = __builtin_LINE()) {
+  NamedBarrierOperands operands = {barrier, threads, line, 0};
+  block().execute_in_warp(BAR_ARRIVE, &operands, line);
+}
+
 struct ShuffleOperands {
-  float value;
-  uint32_t lane_mask;
-  float result;
+  uint32_t value, lane_mask, result;
 };
 
 inline void execute_shuffle_xor(Warp& warp) {
@@ -156,10 +186,25 @@ inline void execute_shuffle_xor(Warp& warp) {
 }
 constexpr WarpInstruction SHUFFLE_XOR = {"shfl.sync.bfly", execute_shuffle_xor};
 
-inline float shuffle_xor(float value, int lane_mask, int line = __builtin_LINE()) {
-  ShuffleOperands operands = {value, static_cast<uint32_t>(lane_mask), 0.0f};
+inline uint32_t shuffle_xor(uint32_t value, int lane_mask, int line = __builtin_LINE()) {
+  ShuffleOperands operands = {value, static_cast<uint32_t>(lane_mask), 0};
   block().execute_in_warp(SHUFFLE_XOR, &operands, line);
   return operands.result;
+}
+
+inline float shuffle_xor(float value, int lane_mask, int line = __builtin_LINE()) {
+  return float_of(shuffle_xor(bits_of(value), lane_mask, line));
+}
+
+inline void execute_broadcast(Warp& warp) {
+  const int first = operands_of<int>(warp, 0);
+  for (uint32_t lane = 1; lane < WARP_SIZE; lane++) operands_of<int>(warp, lane) = first;
+}
+constexpr WarpInstruction BROADCAST = {"shfl.sync.idx", execute_broadcast};
+
+inline int broadcast(int value, int line = __builtin_LINE()) {
+  block().execute_in_warp(BROADCAST, &value, line);
+  return value;
 }
 
 // ---- shared memory ----
@@ -168,6 +213,17 @@ inline uint32_t shared_memory_base() { return bwdtune_host::SHARED_BASE; }
 
 inline void store_shared(uint32_t address, uint32_t value, int line = __builtin_LINE()) {
   memcpy(block().write_shared(*current_fiber, address, sizeof value, sizeof value, "st.shared", line), &value, sizeof value);
+}
+
+inline void store_shared(uint32_t address, float4 value, int line = __builtin_LINE()) {
+  memcpy(block().write_shared(*current_fiber, address, sizeof value, sizeof value, "st.shared.v4", line), &value, sizeof value);
+}
+
+template <class T>
+T load_shared(uint32_t address, int line = __builtin_LINE()) {
+  T value;
+  memcpy(&value, block().read_shared(*current_fiber, address, sizeof value, "ld.shared", line), sizeof value);
+  return value;
 }
 
 // ---- global memory ----
@@ -226,8 +282,21 @@ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes, int line
   block().mbarrier_arrive_expect_tx(barrier, bytes, line);
 }
 
+inline void mbarrier_arrive(uint32_t barrier, bool arrives, int line = __builtin_LINE()) {
+  if (arrives) block().mbarrier_arrive(barrier, line);
+}
+
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity, int line = __builtin_LINE()) {
   block().mbarrier_wait(barrier, parity, line);
+}
+
+// The mbarrier that an asynchronous copy is to complete on.
+inline bwdtune_host::Mbarrier& mbarrier_of_copy(uint32_t barrier, const char* what, int line) {
+  bwdtune_host::Mbarrier& mbarrier = block().mbarrier_at(barrier, what, line);
+  if (!mbarrier.fenced)
+    block().fault(*current_fiber, cudaErrorLaunchFailure, line,
+                  "%s completes on an mbarrier whose initialiser has not called mbarrier_fence_init", what);
+  return mbarrier;
 }
 
 // Its alignment is its type's: not looked at, as compilers do not all keep it in a parameter's copy.
@@ -272,10 +341,7 @@ inline void tma_load_4d(uint32_t destination, const CUtensorMap* map, int c0, in
     block().fault(fiber, cudaErrorLaunchFailure, line,
                   "box rows of %u bytes with a swizzle of %u: the host target takes them equal", pitch,
                   tensor.swizzle_bytes);
-  bwdtune_host::Mbarrier& mbarrier = block().mbarrier_at(barrier, "cp.async.bulk.tensor", line);
-  if (!mbarrier.fenced)
-    block().fault(fiber, cudaErrorLaunchFailure, line,
-                  "cp.async.bulk.tensor completes on an mbarrier whose initialiser has not called mbarrier_fence_init");
+  bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(barrier, "cp.async.bulk.tensor", line);
   const uint32_t bytes = pitch * tensor.box[1] * tensor.box[2] * tensor.box[3];
   // A swizzle's pattern repeats every 8 of its rows; a destination inside of it would shift the data against the reader's.
   const uint32_t alignment = tensor.swizzle_bytes > 16 ? 8u * tensor.swizzle_bytes : 128u;
@@ -293,6 +359,17 @@ inline void tma_load_4d(uint32_t destination, const CUtensorMap* map, int c0, in
         }
         copy_box_row(tensor, to + done, destination + done, row, c0, line);
       }
+  block().mbarrier_complete_tx(mbarrier, bytes, line);
+}
+
+inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
+                      int line = __builtin_LINE()) {
+  const char* what = "cp.async.bulk";
+  if (!bytes || bytes % 16)
+    block().fault(*current_fiber, cudaErrorLaunchFailure, line, "%s of %u bytes: they must be a multiple of 16", what, bytes);
+  bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(barrier, what, line);
+  block().check_global(source, bytes, 16, false, what, line);
+  memcpy(block().write_shared(*current_fiber, destination, bytes, 16, what, line, &mbarrier), source, bytes);
   block().mbarrier_complete_tx(mbarrier, bytes, line);
 }
 
@@ -335,6 +412,30 @@ inline void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address, int line = __
 inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address, int line = __builtin_LINE()) {
   LdmatrixOperands operands = {fragment, address, line};
   block().execute_in_warp(LDMATRIX_TRANS, &operands, line);
+}
+
+struct StmatrixOperands {
+  const uint32_t* fragment;
+  uint32_t address;
+  int line;
+};
+
+inline void execute_stmatrix(Warp& warp) {
+  Block& block = *warp.lanes[0].block;
+  for (uint32_t matrix = 0; matrix < 4; matrix++)
+    for (uint32_t row = 0; row < 8; row++) {
+      uint32_t pairs[4];
+      for (uint32_t i = 0; i < 4; i++) pairs[i] = operands_of<StmatrixOperands>(warp, 4 * row + i).fragment[matrix];
+      const Fiber& fiber = warp.lanes[8 * matrix + row];
+      const StmatrixOperands& operands = operands_of<StmatrixOperands>(warp, fiber.lane);
+      memcpy(block.write_shared(fiber, operands.address, 16, 16, "stmatrix", operands.line), pairs, 16);
+    }
+}
+constexpr WarpInstruction STMATRIX = {"stmatrix.x4", execute_stmatrix};
+
+inline void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4], int line = __builtin_LINE()) {
+  StmatrixOperands operands = {fragment, address, line};
+  block().execute_in_warp(STMATRIX, &operands, line);
 }
 
 struct MmaOperands {

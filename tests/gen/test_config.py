@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bwdtune.gen.config import PRESETS, Config, MmaConfig, config_from_dict, parse_config, preset_name
+from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig, config_from_dict, parse_config, preset_name
 from bwdtune.gen.errors import UsageError
 
-configs = st.builds(MmaConfig, **{name: st.sampled_from(choices) for name, choices in MmaConfig.choices.items()})  # type: ignore[arg-type]
+configs = st.one_of(
+    st.builds(family, **{name: st.sampled_from(choices) for name, choices in family.choices.items()})  # type: ignore[arg-type]
+    for family in FAMILIES.values()
+)
 
 
 @given(configs)
@@ -23,11 +26,15 @@ def test_what_is_stored_is_what_is_read(config: Config) -> None:
 
 
 def test_presets_are_the_write_ups_kernels() -> None:
-    assert [(c.block_q, c.block_kv, c.warps_per_row_group, c.stages, c.num_warps) for c in PRESETS.values()] == [
+    write_up = [PRESETS[name] for name in ("v1", "v2", "v3")]
+    assert [(c.block_q, c.block_kv, c.warps_per_row_group, c.stages, c.num_warps) for c in write_up] == [
         (64, 64, 4, 1, 16),
         (64, 64, 2, 1, 8),
         (32, 64, 4, 2, 8),
     ]
+
+
+def test_a_preset_has_its_name() -> None:
     for name, config in PRESETS.items():
         assert parse_config(name) == config
         assert preset_name(config) == name
@@ -77,6 +84,8 @@ def test_a_needed_parameter_must_be_there() -> None:
         PRESETS["v1"].id + "_x1",
         PRESETS["v1"].id.replace("q64", "q65"),
         PRESETS["v1"].id.replace("_k1", ""),
+        PRESETS["v1"].id.replace("mma_", "mmat_"),
+        PRESETS["t64"].id.replace("_h4", "_h3"),
         PRESETS["v1"].id.replace("q64_kv64", "kv64_q64"),
     ],
 )

@@ -10,12 +10,12 @@ from bwdtune.gen.resources import blocks_per_sm, estimate, occupancy
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
 
-@pytest.mark.parametrize(("preset", "size"), [("v1", 81_936), ("v2", 81_936), ("v3", 73_744)])
-def test_shared_memory_of_the_presets_is_the_write_ups(preset: str, size: int) -> None:
+@pytest.mark.parametrize(("preset", "size"), [("v1", 81_936), ("v2", 81_936), ("v3", 73_744), ("t64", 99_136), ("t128", 231_104)])
+def test_shared_memory_of_the_presets(preset: str, size: int) -> None:
     assert estimate(SEED, PRESETS[preset]).shared_memory_bytes == size
 
 
-@pytest.mark.parametrize(("preset", "threads"), [("v1", 512), ("v2", 256), ("v3", 256)])
+@pytest.mark.parametrize(("preset", "threads"), [("v1", 512), ("v2", 256), ("v3", 256), ("t64", 256), ("t128", 256)])
 def test_threads_of_the_presets(preset: str, threads: int) -> None:
     assert estimate(SEED, PRESETS[preset]).threads == threads
 

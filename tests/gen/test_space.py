@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bwdtune.gen.config import PRESETS, MmaConfig
+from bwdtune.gen.config import FAMILIES, PRESETS
 from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
@@ -19,16 +19,26 @@ SEED = Problem.parse("8_16_4096_128", causal=True)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_value_of_every_parameter_is_in_some_valid_configuration(device: Device, head_dim: int) -> None:
     valid = valid_configs(Problem.parse(f"8_16_4096_{head_dim}", causal=True), device)
-    for name, choices in MmaConfig.choices.items():
-        missing = set(choices) - {getattr(config, name) for config in valid}
-        # Eight warps on 16 columns each need 128 columns.
-        assert missing == ({8} if name == "warps_per_row_group" and head_dim == 64 else set())
+    for family, config_type in FAMILIES.items():
+        configs = [config for config in valid if config.family == family]
+        for name, choices in config_type.choices.items():
+            missing = set(choices) - {getattr(config, name) for config in configs}
+            assert missing == NOT_EVERYWHERE.get((family, name, head_dim, device.arch), set()), (family, name)
 
 
-@pytest.mark.parametrize("device", [RTX_5090, H200], ids=lambda device: device.arch)
+NOT_EVERYWHERE = {
+    # Eight warps on 16 columns each need 128 columns.
+    ("mma", "warps_per_row_group", 64, "sm_90a"): {8},
+    ("mma", "warps_per_row_group", 64, "sm_120a"): {8},
+    # Tiles of that many queries, with two stages of Q, take more than 99 KiB.
+    ("mmat", "block_q", 128, "sm_120a"): {96, 128},
+}
+
+
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_points_of_the_space(device: Device, preset: str) -> None:
-    assert PRESETS[preset] in valid_configs(SEED, device)
+def test_presets_are_points_of_the_space(preset: str) -> None:
+    assert PRESETS[preset] in valid_configs(SEED, H200)
+    assert (PRESETS[preset] in valid_configs(SEED, RTX_5090)) == (preset != "t128")
 
 
 def test_a_configuration_is_either_valid_or_refused_with_a_reason() -> None:
@@ -68,6 +78,25 @@ def test_the_smaller_card_takes_a_part_of_the_larger_ones_space() -> None:
 )
 def test_a_refusal_says_what_is_too_much(changes: dict[str, int], said: str) -> None:
     reason = refusal(SEED, dataclasses.replace(PRESETS["v1"], **changes), RTX_5090)
+    assert reason is not None
+    assert re.search(said, reason), reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"query_groups": 1}, "an exchange is between query groups"),
+        ({"p_first": False}, "dV before dP needs P before dP"),
+        ({"num_warps": 4}, "4 warps are not 8"),
+        ({"block_kv": 64, "query_groups": 1, "exchange": False}, "S does not divide: 64 keys in 8 parts"),
+        ({"block_q": 32}, "dQ does not divide: 32 queries in 4 parts are not a multiple of 16 each"),
+        ({"dq_row_warps": 1}, "about 319 registers|S does not divide|dQ does not divide|registers a thread"),
+        ({"v_in_registers": True, "q_stages": 3}, "registers a thread"),
+        ({"q_stages": 3}, "bytes of shared memory"),
+    ],
+)
+def test_a_refusal_of_the_transposed_family_says_why(changes: dict[str, int], said: str) -> None:
+    reason = refusal(SEED, dataclasses.replace(PRESETS["t128"], **changes), H200)
     assert reason is not None
     assert re.search(said, reason), reason
 

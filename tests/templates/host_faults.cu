@@ -363,6 +363,73 @@ __global__ void race_past_an_mbarrier(const __grid_constant__ Arguments) {
   read(lane_row());
 }
 
+template <bool FAULT>
+__global__ void race_within_a_warp(const __grid_constant__ Arguments) {
+  if (threadIdx.x >= 32) return;
+  for (uint32_t i = 0; i < 4; i++) ptx::store_shared(tile() + 4 * (i * 32 + threadIdx.x), i);
+  if (!FAULT) ptx::sync_warp();
+  read(tile() + threadIdx.x % 8 * 64);
+}
+
+// The first warp writes, the second reads.
+template <bool FAULT>
+__global__ void race_past_a_named_barrier(const __grid_constant__ Arguments) {
+  const uint32_t row = tile() + threadIdx.x % 8 * 16;
+  uint32_t fragment[4] = {};
+  if (threadIdx.x / 32 == 0) {
+    if (!FAULT) ptx::stmatrix_x4(row + threadIdx.x / 8 * 128, fragment);
+    ptx::named_barrier_arrive(3, 64);
+    if (FAULT) ptx::stmatrix_x4(row + threadIdx.x / 8 * 128, fragment);
+  } else {
+    ptx::named_barrier_sync(3, 64);
+    ptx::named_barrier_sync(4, 32);
+    read(row);
+  }
+}
+
+// A lane's arrival publishes what its warp did only if the warp was synchronised before.
+template <bool FAULT>
+__global__ void race_of_one_lanes_arrival(const __grid_constant__ Arguments) {
+  init_barrier(2);
+  write_tile();
+  if (!FAULT) ptx::sync_warp();
+  ptx::mbarrier_arrive(barrier(), threadIdx.x % 32 == 0);
+  ptx::mbarrier_wait(barrier(), 0);
+  read(lane_row());
+}
+
+// ---- named barriers, bulk copies ----
+
+template <bool FAULT>
+__global__ void named_barrier_that_never_completes(const __grid_constant__ Arguments) {
+  if (threadIdx.x < 32 || !FAULT) ptx::named_barrier_sync(2, 64);
+}
+
+template <bool FAULT>
+__global__ void named_barrier_of_two_sizes(const __grid_constant__ Arguments) {
+  ptx::named_barrier_sync(2, FAULT && threadIdx.x >= 32 ? 32 : 64);
+}
+
+template <bool FAULT>
+__global__ void named_barrier_left_at_exit(const __grid_constant__ Arguments) {
+  if (threadIdx.x < 32 || !FAULT) ptx::named_barrier_arrive(15, 64);
+}
+
+template <bool FAULT>
+__global__ void named_barrier_in_half_a_warp(const __grid_constant__ Arguments) {
+  if (!FAULT || threadIdx.x % 32 < 16) ptx::named_barrier_sync(1, 64);
+}
+
+template <bool FAULT>
+__global__ void bulk_copy_of_odd_bytes(const __grid_constant__ Arguments a) {
+  init_barrier();
+  if (first()) {
+    ptx::mbarrier_arrive_expect_tx(barrier(), 32);
+    ptx::bulk_load(tile(), a.readable, FAULT ? 24 : 32, barrier());
+  }
+  ptx::mbarrier_wait(barrier(), 0);
+}
+
 #define CASE(name) {#name, {name<false>, name<true>}}
 
 struct Case {
@@ -404,12 +471,20 @@ struct Case {
     CASE(half_a_warp_at_a_barrier),
     CASE(two_places_in_one_warp),
     CASE(half_a_warp_waits_forever),
+    CASE(named_barrier_that_never_completes),
+    CASE(named_barrier_of_two_sizes),
+    CASE(named_barrier_left_at_exit),
+    CASE(named_barrier_in_half_a_warp),
+    CASE(bulk_copy_of_odd_bytes),
     CASE(race_of_write_and_read),
     CASE(race_of_two_writes),
     CASE(race_of_read_and_write),
     CASE(race_of_read_and_copy),
     CASE(race_of_copy_and_write),
     CASE(race_past_an_mbarrier),
+    CASE(race_within_a_warp),
+    CASE(race_past_a_named_barrier),
+    CASE(race_of_one_lanes_arrival),
 };
 
 }  // namespace

@@ -39,6 +39,62 @@ __global__ void ldmatrix_kernel(const __grid_constant__ Ldmatrix a) {
   for (int i = 0; i < 4; i++) ptx::store_global(a.fragments + 4 * threadIdx.x + i, fragment[i]);
 }
 
+// Each lane stores its part of four matrices at its own address; the tile goes out as it lies.
+struct Stmatrix {
+  const uint32_t* fragments;  // (32, 4)
+  const uint32_t* addresses;  // (32): offsets in bytes
+  uint32_t* tile;             // (256)
+};
+
+__global__ void stmatrix_kernel(const __grid_constant__ Stmatrix a) {
+  const uint32_t shared = ptx::shared_memory_base();
+  for (uint32_t i = threadIdx.x; i < 256; i += blockDim.x) ptx::store_shared(shared + 4 * i, 0);
+  ptx::sync_warp();
+  uint32_t fragment[4];
+  for (int i = 0; i < 4; i++) fragment[i] = ptx::load_global(a.fragments + 4 * threadIdx.x + i);
+  ptx::stmatrix_x4(shared + ptx::load_global(a.addresses + threadIdx.x), fragment);
+  ptx::sync_warp();
+  for (uint32_t i = 2 * threadIdx.x; i < 256; i += 2 * blockDim.x) {
+    const float2 pair = ptx::load_shared<float2>(shared + 4 * i);
+    ptx::store_global(a.tile + i, ptx::bits_of(pair.x));
+    ptx::store_global(a.tile + i + 1, ptx::bits_of(pair.y));
+  }
+}
+
+// A bulk copy, handed from the warp that waits for it to another one by a named barrier, and on by an mbarrier's arrivals.
+struct Relay {
+  const float* in;  // (64)
+  float* out;       // (64)
+};
+
+__global__ void relay_kernel(const __grid_constant__ Relay a) {
+  const uint32_t tile = ptx::shared_memory_base(), copied = tile + 512, read = copied + 8;
+  const int warp = ptx::broadcast(threadIdx.x / 32);
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(copied, 1);
+    ptx::mbarrier_init(read, 2);
+    ptx::mbarrier_fence_init();
+    ptx::mbarrier_arrive_expect_tx(copied, 256);
+    ptx::bulk_load(tile, a.in, 256, copied);
+  }
+  ptx::sync_threads();
+  float4 values = {};
+  if (warp == 0) {
+    ptx::mbarrier_wait(copied, 0);
+    values = ptx::load_shared<float4>(tile + ptx::lane_id() % 16 * 16);
+    ptx::sync_warp();
+    if (ptx::lane_id() < 16) ptx::store_shared(tile + 256 + ptx::lane_id() * 16, values);
+    ptx::named_barrier_arrive(1, 64);
+  } else {
+    ptx::named_barrier_sync(1, 64);
+    values = ptx::load_shared<float4>(tile + 256 + ptx::lane_id() % 16 * 16);
+  }
+  ptx::sync_warp();
+  ptx::mbarrier_arrive(read, ptx::lane_id() == 0);
+  ptx::mbarrier_wait(read, 0);
+  if (threadIdx.x / 16 == 2) ptx::store_global(reinterpret_cast<float4*>(a.out) + threadIdx.x % 16, values);
+}
+
 struct Mma {
   const uint32_t* a;   // (32, 4)
   const uint32_t* b;   // (32, 2)
@@ -58,12 +114,17 @@ __global__ void mma_kernel(const __grid_constant__ Mma m) {
 struct Warp {
   const float* values;  // (32)
   float* shuffled;      // (32)
+  uint32_t* words;      // (32): the same of the bits
+  int32_t* first;       // (32): the first lane's
   int32_t* elected;     // (32)
   int lane_mask;
 };
 
 __global__ void warp_kernel(const __grid_constant__ Warp a) {
   ptx::store_global(a.shuffled + threadIdx.x, ptx::shuffle_xor(ptx::load_global(a.values + threadIdx.x), a.lane_mask));
+  ptx::store_global(a.words + threadIdx.x,
+                    ptx::shuffle_xor(ptx::bits_of(ptx::load_global(a.values + threadIdx.x)), a.lane_mask));
+  ptx::store_global(a.first + threadIdx.x, static_cast<int32_t>(ptx::broadcast(7 + ptx::lane_id())));
   ptx::store_global(a.elected + threadIdx.x, static_cast<int32_t>(ptx::elect_one()));
 }
 
@@ -188,8 +249,14 @@ int run_mma(int fp16, const uint32_t* a, const uint32_t* b, float* accumulator) 
   return launch(fp16 ? mma_kernel<ptx::fp16> : mma_kernel<ptx::bf16>, Mma{a, b, accumulator});
 }
 
-int run_warp(const float* values, float* shuffled, int32_t* elected, int lane_mask) {
-  return launch(warp_kernel, Warp{values, shuffled, elected, lane_mask});
+int run_stmatrix(const uint32_t* fragments, const uint32_t* addresses, uint32_t* tile) {
+  return launch(stmatrix_kernel, Stmatrix{fragments, addresses, tile}, 1, 32, 1024);
+}
+
+int run_relay(const float* in, float* out) { return launch(relay_kernel, Relay{in, out}, 1, 64, 512 + 16); }
+
+int run_warp(const float* values, float* shuffled, uint32_t* words, int32_t* first, int32_t* elected, int lane_mask) {
+  return launch(warp_kernel, Warp{values, shuffled, words, first, elected, lane_mask});
 }
 
 // Through the driver's entry point, as a kernel's launcher finds it. Of 16-bit elements; a CUresult.

@@ -78,6 +78,11 @@ FAULTS: dict[str, tuple[int, str]] = {
         DEADLOCK,
         r"elect\.sync of line \d+ is reached by lanes 0xffffff7f of warp 0 only; thread 7 wa",
     ),
+    "named_barrier_that_never_completes": (DEADLOCK, r"at line \d+ for named barrier 2, which 32 of 64 threads have"),
+    "named_barrier_of_two_sizes": (FAILURE, r"bar\.sync of barrier 2 for 32 threads, which line \d+ uses for 64"),
+    "named_barrier_left_at_exit": (FAILURE, r"exits while named barrier 15 of line \d+ has 32 of 64 threads"),
+    "named_barrier_in_half_a_warp": (FAILURE, r"bar\.sync is reached by a part of its warp only: .*lanes 0x0000ffff"),
+    "bulk_copy_of_odd_bytes": (FAILURE, r"cp\.async\.bulk of 24 bytes: they must be a multiple of 16"),
 }
 
 RACES: dict[str, str] = {
@@ -87,6 +92,9 @@ RACES: dict[str, str] = {
     "race_of_read_and_copy": r"thread 32 .*race: cp\.async\.bulk\.tensor writes shared offset 0, which thread \d+ read",
     "race_of_copy_and_write": r"race: cp\.async\.bulk\.tensor writes shared offset 0, which thread 40 wrote",
     "race_past_an_mbarrier": r"race: ldmatrix reads shared offset 36, which thread 9 wrote",
+    "race_within_a_warp": r"race: ldmatrix reads shared offset \d+, which thread \d+ wrote",
+    "race_past_a_named_barrier": r"race: ldmatrix reads shared offset \d+, which thread \d+ wrote",
+    "race_of_one_lanes_arrival": r"race: ldmatrix reads shared offset \d+, which thread \d+ wrote",
 }
 
 

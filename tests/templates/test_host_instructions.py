@@ -105,9 +105,13 @@ def test_exp2_is_within_two_ulp_and_flushes_subnormals(program: ctypes.CDLL) -> 
 @pytest.mark.parametrize("lane_mask", [1, 2, 3, 7, 16, 31])
 def test_shuffle_and_elect(program: ctypes.CDLL, lane_mask: int) -> None:
     values = np.random.default_rng(lane_mask).standard_normal(32).astype(np.float32)
-    shuffled, elected = np.empty_like(values), np.empty(32, np.int32)
-    check(program, program.run_warp(pointer(values), pointer(shuffled), pointer(elected), lane_mask))
+    shuffled, words = np.empty_like(values), np.empty(32, np.uint32)
+    first, elected = np.empty(32, np.int32), np.empty(32, np.int32)
+    outputs = (pointer(shuffled), pointer(words), pointer(first), pointer(elected))
+    check(program, program.run_warp(pointer(values), *outputs, lane_mask))
     np.testing.assert_array_equal(shuffled, values[np.arange(32) ^ lane_mask])
+    np.testing.assert_array_equal(words.view(np.float32), shuffled)
+    assert (first == 7).all()
     assert sorted(elected) == [0] * 31 + [1]
 
 
@@ -127,6 +131,25 @@ def test_ldmatrix(program: ctypes.CDLL, transposed: bool) -> None:
         np.testing.assert_array_equal(
             np.ascontiguousarray(fragments[:, matrix]).view(np.uint16).reshape(32, 2), expected
         )
+
+
+def test_stmatrix_is_the_inverse_of_ldmatrix(program: ctypes.CDLL) -> None:
+    generator = np.random.default_rng(4)
+    fragments = generator.integers(0, 2**32, (32, 4), np.uint32)
+    addresses = (generator.permutation(64)[:32] * 16).astype(np.uint32)
+    tile, read = np.empty(256, np.uint32), np.empty_like(fragments)
+    check(program, program.run_stmatrix(pointer(fragments), pointer(addresses), pointer(tile)))
+    assert np.count_nonzero(tile) == 128
+    check(program, program.run_ldmatrix(pointer(tile), pointer(addresses), pointer(read), 0))
+    np.testing.assert_array_equal(read, fragments)
+
+
+def test_a_bulk_copy_is_handed_on_by_a_named_barrier(program: ctypes.CDLL) -> None:
+    room = np.random.default_rng(5).standard_normal(64 + 8).astype(np.float32)
+    values = room[-room.ctypes.data % 16 // 4 :][:64]
+    out = np.zeros_like(room)[-room.ctypes.data % 16 // 4 :][:64]
+    check(program, program.run_relay(ctypes.c_void_p(values.ctypes.data), ctypes.c_void_p(out.ctypes.data)))
+    np.testing.assert_array_equal(out, values)
 
 
 def a_place(lane: int, i: int) -> tuple[int, int]:

@@ -232,29 +232,68 @@ MUTATIONS: dict[str, tuple[str, str]] = {
         "ptx::mma_m16n8k16<Element>(dq[n], ds, k[1], k[0])",
     ),
 }
+TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
+    "dS overwritten while others read it": ("t64", "ptx::mbarrier_wait(ds_empty, (i + 1) % 2);", ""),
+    "dS read before it is whole": ("t64", "ptx::mbarrier_wait(ds_full, i % 2);", ""),
+    "dO loaded while others read it": ("t64", "ptx::mbarrier_wait(do_empty, i % 2);", ""),
+    "a lane arrives for a warp that is not done": (
+        "t64",
+        "ptx::sync_warp();\n    ptx::mbarrier_arrive(barrier",
+        "ptx::mbarrier_arrive(barrier",
+    ),
+    "the upper warps' turn never comes": (
+        "t64",
+        "if (warp < NUM_WARPS / 2) ptx::named_barrier_arrive(1 + warp, 64);",
+        "",
+    ),
+    "the partner's P read too early": ("t128", "ptx::mbarrier_wait(partner_p, i % 2);", ""),
+    "the partner's dS read too early": ("t128", "ptx::mbarrier_wait(partner_ds, i % 2);", ""),
+    "its own P in place of the partner's": ("t128", "score_lane ^ MMA_K * ELEMENT_BYTES", "score_lane"),
+    "the other group's columns": ("t128", "DKV_COLUMN_GROUPS * MMA_N + dkv_column", "DKV_COLUMN_GROUPS * MMA_N"),
+    "the diagonal masked, transposed": ("t128", "first_distance > query_of(n)", "first_distance >= query_of(n)"),
+    "P read in another type": ("t128", "ptx::unpack<HeldP>(pairs[j])", "ptx::unpack<Element>(pairs[j])"),
+    "P left scaled": ("t128", "dv[m][n + 1], P_UNIT, lane", "dv[m][n + 1], 1.0f, lane"),
+    "delta added": ("t64", "arguments.minus_delta + place.row, -delta", "arguments.minus_delta + place.row, delta"),
+    "one group's heads again": ("t64", "group * HEAD_GROUP + in_group % group_heads", "group * HEAD_GROUP"),
+    "dQ of another row block": ("t128", "+ dq_row_warp * MMA_M * HEAD_DIM", ""),
+    "halves of a block swapped": ("t64", "lane / 4 + lane % 4 / 2 * 8", "lane / 4 + (1 - lane % 4 / 2) * 8"),
+    "dK past the end, transposed": ("t64", "if (key < arguments.seqlen_kv) {", "if (key < arguments.seqlen_kv + 1) {"),
+}
 MUTATED_PROBLEM = problem_of("bf16", 64, True)
 
 
-def mutated(name: str, old: str, new: str) -> Source:
-    right = render(MUTATED_PROBLEM, PRESETS["v3"])
+def mutated(name: str, old: str, new: str, preset: str = "v3", problem: Problem = MUTATED_PROBLEM) -> Source:
+    right = render(problem, PRESETS[preset])
     assert old in right.text, f"{name}: the template no longer says {old!r}"
     return Source(right.kind, right.config, right.text.replace(old, new))
 
 
 @functools.cache
 def mutated_sources() -> dict[str, Source]:
-    return {name: mutated(name, *change) for name, change in MUTATIONS.items()}
+    transposed = {name: mutated(name, old, new, preset) for name, (preset, old, new) in TRANSPOSED_MUTATIONS.items()}
+    return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", [*MUTATIONS, *TRANSPOSED_MUTATIONS])
 def test_a_fault_in_the_kernel_is_caught(name: str) -> None:
     build_all(list(mutated_sources().values()))
     record = VERIFIER.verify(MUTATED_PROBLEM, load(mutated_sources()[name]))
     assert not record.passed
 
 
+def test_a_copy_over_v_before_all_have_it_is_caught() -> None:
+    """dO's only stage lies where V is at the start, with head_dim 128."""
+    problem = dataclasses.replace(MUTATED_PROBLEM, head_dim=128)
+    everybody = "ptx::sync_threads();\n  if (producer) load_first(true);"
+    source = mutated("dO over V", everybody, "if (producer) load_first(true);", "t64", problem)
+    assert "race: cp.async.bulk" in VERIFIER.verify(problem, load(source)).reason
+
+
 def test_keys_past_the_end_are_caught() -> None:
     """They are zeros, which do no harm until exp(0 - lse) overflows."""
-    kernel = load(mutated("keys past the end", "? min(row, arguments.seqlen_kv - 1)", "? row"))
     problem = dataclasses.replace(MUTATED_PROBLEM, seqlen_q=150, seqlen_kv=101)
-    assert max(errors_far_below_zero(problem, kernel).values()) == math.inf
+    for source in (
+        mutated("keys past the end", "? min(row, arguments.seqlen_kv - 1)", "? row"),
+        mutated("keys past the end", "if (m * MMA_M + j / 2 * 8 > last_key)", "if (false)", "t128"),
+    ):
+        assert max(errors_far_below_zero(problem, load(source)).values()) == math.inf

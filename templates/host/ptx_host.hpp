@@ -125,14 +125,6 @@ inline uint32_t opaque(uint32_t value) { return value; }
 
 inline void sync_threads(int line = __builtin_LINE()) { block().sync_threads(line); }
 
-inline void named_barrier_sync(int barrier, int threads, int line = __builtin_LINE()) {
-  block().named_barrier(barrier, threads, true, line);
-}
-
-inline void named_barrier_arrive(int barrier, int threads, int line = __builtin_LINE()) {
-  block().named_barrier(barrier, threads, false, line);
-}
-
 template <class Operands>
 Operands& operands_of(Warp& warp, uint32_t lane) {
   return *static_cast<Operands*>(warp.lanes[lane].operands);

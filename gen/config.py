@@ -205,8 +205,8 @@ class WgmmaConfig(_Parameters):
 
     Attributes:
         block_q: Rows of a Q/dO tile (B_r).
-        fold_statistics: The log-sum-exp and delta enter S and dP as a product more, of 16-bit terms and constants, and need
-            neither loads nor additions of the computing threads; else they are read from shared memory.
+        fold_statistics: The log-sum-exp and delta enter S and dP as a product more, of 16-bit terms and constants, and
+            need neither loads nor additions of the computing threads; else they are read from shared memory.
         lag_dq: Compute dQ one tile late, when the other warpgroup's half of dS has long arrived; else both warpgroups
             meet in each tile.
         v_fragments: Steps of 16 along head_dim for which V is kept in registers: they spare shared memory's bandwidth.

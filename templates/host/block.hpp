@@ -147,6 +147,7 @@ struct WgmmaOperation {
   int columns, line;
   bool accumulate;
   uint64_t a_descriptor, b_descriptor;
+  uint64_t version;  // of what it reads of shared memory
   float* accumulators[WARP_SIZE];
   uint32_t a[WARP_SIZE][4];
 };
@@ -157,6 +158,7 @@ struct BulkOperation {
   uint32_t thread, group;
   uint32_t source, bytes;
   int line;
+  uint64_t version;        // of what it reads
   void* destination;       // of plain memory,
   const CUtensorMap* map;  // or a box of a tensor
   int coordinates[4];
@@ -466,12 +468,24 @@ class Block {
   // `read_shared` for the asynchronous proxy, on behalf of that thread.
   const uint8_t* read_shared_async(const Fiber& fiber, uint32_t address, uint32_t bytes, const char* what, int line) {
     const uint8_t* data = read_shared(fiber, address, bytes, what, line);
-    for (uint32_t i = (address - SHARED_BASE) / 4; i < (address - SHARED_BASE + bytes) / 4; i++)
+    for (uint32_t i = (address - SHARED_BASE) / 4; i < (address - SHARED_BASE + bytes) / 4; i++) {
+      read_version_ = (read_version_ ^ words_[i].clock ^ static_cast<uint64_t>(words_[i].writer) << 32) * 0x100000001b3;
       if (words_[i].writer < threads_ && !knows_proxy_fence(fiber, words_[i]))
         fault(fiber, cudaErrorLaunchFailure, line,
               "%s reads shared offset %u, which thread %u wrote at line %u with no proxy fence between", what, 4 * i,
               words_[i].writer, words_[i].line);
+    }
     return data;
+  }
+
+  // Between the two calls, an operation reads its operands: first as it is issued, again as it is done. The version that the
+  // second returns tells whether anything was written in between.
+  void begin_operands() { read_version_ = 0; }
+  uint64_t operands_version() const { return read_version_; }
+
+  void check_operands(const Fiber& fiber, uint64_t version, const char* what, int line) {
+    if (version != read_version_)
+      fault(fiber, cudaErrorLaunchFailure, line, "the operands of %s were written to before it was waited for", what);
   }
 
   // A new operation of the warp's open group.
@@ -935,6 +949,7 @@ class Block {
   bool faulted_;
   uint32_t alive_, barrier_arrived_, mbarrier_count_;
   uint32_t bulk_count_;
+  uint64_t read_version_ = 0;
   uint32_t epoch_;  // block barriers passed, plus 1
   int last_buffer_ = 0;
 

@@ -383,21 +383,33 @@ inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, 
 inline void fence_proxy_async_shared() { block().proxy_fence(); }
 
 // Registers the reads that the copy will make, so that nothing of it may be missing now.
-inline void issue_bulk(const bwdtune_host::BulkOperation& operation, uint32_t alignment, const char* what) {
+inline void issue_bulk(bwdtune_host::BulkOperation& operation, uint32_t alignment, const char* what) {
   const Fiber& fiber = *current_fiber;
   if (operation.source % alignment)
     block().fault(fiber, cudaErrorMisalignedAddress, operation.line, "%s from shared address 0x%x, which is not %u-byte aligned",
                   what, operation.source, alignment);
+  block().begin_operands();
   for (uint32_t at = 0; at < operation.bytes; at += 16)
     block().read_shared_async(fiber, operation.source + at, 16, what, operation.line);
+  operation.version = block().operands_version();
   block().issue_bulk(operation);
 }
 
+// What the copy reads, as it is done.
+inline const uint8_t* read_bulk(const Fiber& fiber, const bwdtune_host::BulkOperation& operation, const char* what) {
+  block().begin_operands();
+  for (uint32_t at = 0; at < operation.bytes; at += 16)
+    block().read_shared_async(fiber, operation.source + at, 16, what, operation.line);
+  block().check_operands(fiber, operation.version, what, operation.line);
+  return block().read_shared(fiber, operation.source, 16, what, operation.line);
+}
+
 inline void execute_reduce_add(const Fiber& fiber, const bwdtune_host::BulkOperation& operation) {
-  for (uint32_t at = 0; at < operation.bytes; at += 16) {
-    float values[4];
-    memcpy(values, block().read_shared_async(fiber, operation.source + at, 16, "cp.reduce.async.bulk", operation.line), 16);
-    for (int i = 0; i < 4; i++) atomic_add(static_cast<float*>(operation.destination) + at / 4 + i, values[i]);
+  const uint8_t* source = read_bulk(fiber, operation, "cp.reduce.async.bulk");
+  for (uint32_t i = 0; i < operation.bytes / 4; i++) {
+    float value;
+    memcpy(&value, source + 4 * i, sizeof value);
+    atomic_add(static_cast<float*>(operation.destination) + i, value);
   }
 }
 
@@ -421,13 +433,14 @@ inline void execute_tma_store(const Fiber& fiber, const bwdtune_host::BulkOperat
   const bwdtune_host::TensorMap& tensor = tensor_map_of(operation.map, operation.line);
   const uint32_t mask = tensor.swizzle_bytes ? tensor.swizzle_bytes / 16u - 1 : 0;
   const uint32_t pitch = tensor.box[0] * tensor.element_bytes, chunk_elements = 16 / tensor.element_bytes;
+  const uint8_t* source = read_bulk(fiber, operation, "cp.async.bulk.tensor");
   uint32_t address = operation.source;
   for (int64_t i3 = 0; i3 < tensor.box[3]; i3++)
     for (int64_t i2 = 0; i2 < tensor.box[2]; i2++)
       for (int64_t i1 = 0; i1 < tensor.box[1]; i1++, address += pitch)
         for (uint32_t at = 0; at < pitch; at += 16) {
           const uint32_t swizzled = (address + at) ^ ((address + at) >> 7 & mask) << 4;
-          const uint8_t* chunk = block().read_shared_async(fiber, swizzled, 16, "cp.async.bulk.tensor", operation.line);
+          const uint8_t* chunk = source + (swizzled - operation.source);
           const int64_t place[4] = {operation.coordinates[0] + at / tensor.element_bytes, operation.coordinates[1] + i1,
                                     operation.coordinates[2] + i2, operation.coordinates[3] + i3};
           uint8_t* to = const_cast<uint8_t*>(tensor.base) + place[0] * tensor.element_bytes;
@@ -724,7 +737,9 @@ struct Wgmma {
 
   static void execute(Warp& warp, const bwdtune_host::WgmmaOperation& operation) {
     float a[16][256], b[16][256];
+    block().begin_operands();
     read(warp, operation, a, b);
+    block().check_operands(warp.lanes[0], operation.version, "wgmma", operation.line);
     for (uint32_t row = 0; row < 16; row++) {
       float sums[256] = {};
       float* parts[4];
@@ -762,7 +777,9 @@ struct Wgmma {
       memcpy(operation.a[lane], operands.a, sizeof operands.a);
     }
     float a[16][256], b[16][256];
-    read(warp, operation, a, b);  // that all is there
+    block().begin_operands();
+    read(warp, operation, a, b);
+    operation.version = block().operands_version();
   }
   static constexpr WarpInstruction INSTRUCTION = {"wgmma.mma_async", issue};
 };

@@ -177,6 +177,9 @@ _ERROR_LINE = re.compile(
     r"\berror\s*:|\berror #|\bfatal\b|\bptxas error\b|undefined reference|cannot find -l|not found$|died due to signal|"
     r"Killed|No space left on device",
 )
+_SERIALIZED_WGMMA = re.compile(r".*wgmma\.mma_async instructions are serialized.*")
+"""Of ptxas (C7510 to C7514), where it cannot keep track of an accumulator: right, but too slow to be of any use."""
+
 _HINTS = (
     (r"No space left on device", "no space left: free some, or move the cache (BWDTUNE_CACHE) or TMPDIR"),
     (r"unsupported GNU version", "this g++ is newer than nvcc takes: install an older one and set NVCC_CCBIN to it"),
@@ -327,6 +330,8 @@ def _compile(job: Job, build: _Build) -> Record:
         return _failed(job, "timeout", f"not compiled within {job.timeout_s:g} s", seconds, lasting=True)
     if exit_status or not library.is_file():
         return _failure(job, exit_status, log, seconds)
+    if serialized := _SERIALIZED_WGMMA.search(log):
+        return _failed(job, "failed", serialized[0].strip(), seconds, lasting=True)
     return Record(
         status="ok",
         error="",

@@ -204,10 +204,66 @@ class TransposedMmaConfig(_Parameters):
         return self.query_groups > 1 and not self.exchange
 
 
-Config = MmaConfig | TransposedMmaConfig
+@dataclass(frozen=True, order=True)
+class WgmmaConfig(_Parameters):
+    """A point of the ``wgmma`` family (``templates/backward_wgmma.cu.j2``): warpgroups of Hopper, 128 keys an item.
+
+    Attributes:
+        block_q: Rows of a Q/dO tile (B_r).
+        fold_statistics: The log-sum-exp and delta enter S and dP as a product more, of 16-bit terms and constants, and
+            need neither loads nor additions of the computing threads; else they are read from shared memory.
+        lag_dq: Compute dQ one tile late, when the other warpgroup's half of dS has long arrived; else both warpgroups
+            meet in each tile.
+        v_fragments: Steps of 16 along head_dim for which V is kept in registers: they spare shared memory's bandwidth.
+        resync: The warps of a warpgroup meet before they stage dQ.
+        skip_masked: A warpgroup whose half of the first tile the causal mask leaves nothing of computes its share of dQ
+            alone there.
+        copies: Copies of the computing code: one for both warpgroups, or one each.
+        head_group: Heads whose items are taken together, to share the L2.
+    """
+
+    family: ClassVar[str] = "wgmma"
+    abbreviations: ClassVar[dict[str, str]] = {
+        "block_q": "q",
+        "fold_statistics": "f",
+        "lag_dq": "l",
+        "v_fragments": "v",
+        "resync": "r",
+        "skip_masked": "m",
+        "copies": "c",
+        "head_group": "h",
+    }
+    choices: ClassVar[dict[str, tuple[int | bool, ...]]] = {
+        "block_q": (64, 128),
+        "fold_statistics": (False, True),
+        "lag_dq": (False, True),
+        "v_fragments": (0, 1, 2, 3, 4, 5),
+        "resync": (False, True),
+        "skip_masked": (False, True),
+        "copies": (1, 2),
+        "head_group": (4, 8, 16),
+    }
+    threads: ClassVar[int] = 384
+    block_kv: ClassVar[int] = 128
+
+    block_q: int = 64
+    fold_statistics: bool = True
+    lag_dq: bool = False
+    v_fragments: int = 0
+    resync: bool = False
+    skip_masked: bool = False
+    copies: int = 1
+    head_group: int = 8
+
+
+Config = MmaConfig | TransposedMmaConfig | WgmmaConfig
 """Any family's configuration."""
 
-FAMILIES: dict[str, type[Config]] = {MmaConfig.family: MmaConfig, TransposedMmaConfig.family: TransposedMmaConfig}
+FAMILIES: dict[str, type[Config]] = {
+    MmaConfig.family: MmaConfig,
+    TransposedMmaConfig.family: TransposedMmaConfig,
+    WgmmaConfig.family: WgmmaConfig,
+}
 
 PRESETS: dict[str, Config] = {
     "v1": MmaConfig(block_q=64, block_kv=64, warps_per_row_group=4, stages=1),
@@ -228,9 +284,12 @@ PRESETS: dict[str, Config] = {
         dv_first=True,
         staggered=True,
     ),
+    "w64": WgmmaConfig(v_fragments=3),
+    "w64lag": WgmmaConfig(lag_dq=True, v_fragments=3, resync=True, skip_masked=True),
 }
 """v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit
-its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory."""
+its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory,
+w64 and w64lag the ones for Hopper."""
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:

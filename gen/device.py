@@ -37,6 +37,10 @@ class Device:
     peak_tflops: float
     bandwidth_tb_s: float
 
+    @property
+    def has_wgmma(self) -> bool:
+        return self.arch in ("sm_90a", HOST_ARCH)
+
     max_threads_per_block = 1024
     max_registers_per_thread = 255
     reserved_shared_memory_per_block_bytes = 1024

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig
+from .config import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from .device import Device
-from .problem import Problem
+from .problem import ACCUMULATOR_BYTES, Problem
 
 _CHUNK_BYTES = 16  # what ldmatrix reads of a row, and the narrowest panel
 _BARRIER_BYTES = 8
@@ -14,6 +14,10 @@ _FRAGMENT_REGISTERS = 4  # an accumulator fragment's fp32 values in a thread; al
 _WORKING_REGISTERS = 16  # two operand fragments in flight, and the addresses and loop state that nothing can do without
 _TRANSPOSED_WORKING_REGISTERS = 31  # the same where they are all addresses; measured: more than 224 others spill
 _TRANSPOSED_PITCH_BYTES = 128
+_WGMMA_WORKING_REGISTERS = 28
+_WGMMA_STAGES = 2  # of Q and of dO, and of dS
+_WGMMA_ITEM_STAGES = 8
+_WGMMA_BARRIERS = 21 + 2 * _WGMMA_ITEM_STAGES
 _REGISTER_ALLOCATION = 256  # registers are handed to a warp in these units
 _SHARED_MEMORY_ALLOCATION = 128
 
@@ -45,6 +49,8 @@ def estimate(problem: Problem, config: Config) -> Estimate:
             _transposed_shared_memory_bytes(problem, config),
             _transposed_registers(problem, config),
         )
+    elif isinstance(config, WgmmaConfig):
+        shared_memory, registers = _wgmma_shared_memory_bytes(problem, config), _wgmma_registers(problem, config)
     else:
         shared_memory, registers = _shared_memory_bytes(problem, config), _registers(problem, config)
     return Estimate(config.threads, shared_memory, registers)
@@ -109,6 +115,28 @@ def _transposed_registers(problem: Problem, config: TransposedMmaConfig) -> int:
         scores * 3 // 2 if config.p_first else scores * 2, config.block_q * problem.head_dim // config.threads
     )
     return sums + kept + passing + _TRANSPOSED_WORKING_REGISTERS
+
+
+def _wgmma_shared_memory_bytes(problem: Problem, config: WgmmaConfig) -> int:
+    block_q, block_kv, stages = config.block_q, config.block_kv, _WGMMA_STAGES
+    row_bytes = problem.head_dim * problem.element_bytes
+    keys = 2 * block_kv * row_bytes
+    queries = 2 * stages * block_q * row_bytes
+    ds = stages * block_q * block_kv * problem.element_bytes
+    dq = block_q * problem.head_dim * ACCUMULATOR_BYTES
+    # A pattern of 8 rows for every 64 queries, for each stage of L and of delta, and one of zeros; or a float each.
+    statistics = (2 * stages + 1) * block_q // 64 * 1024 if config.fold_statistics else 2 * stages * block_q * 4
+    return keys + queries + ds + dq + statistics + _WGMMA_BARRIERS * _BARRIER_BYTES + 4 * _WGMMA_ITEM_STAGES
+
+
+def _wgmma_registers(problem: Problem, config: WgmmaConfig) -> int:
+    """Of a computing thread. One that loads or stores needs few; the launch itself asks for a third of an SM's."""
+    sums = 2 * problem.head_dim // 2
+    constants = (2 if problem.dtype == "fp16" else 1) * config.fold_statistics
+    kept = _FRAGMENT_REGISTERS * (config.v_fragments + constants)
+    # S and dP are alive together; P and dS in 16 bits, which take their place, with dQ.
+    scores = config.block_q
+    return sums + kept + scores + _WGMMA_WORKING_REGISTERS
 
 
 def blocks_per_sm(device: Device, *, threads: int, registers: int, shared_memory_bytes: int) -> int:

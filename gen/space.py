@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig
+from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from .device import Device
 from .errors import UsageError
 from .problem import Problem
@@ -19,6 +19,8 @@ from .resources import blocks_per_sm, estimate, key_group_warps
 _LARGEST_HEAD_DIM = 256
 _FRAGMENT_COLUMNS = 16  # ldmatrix.x4 reads two 8-column B fragments at a time
 _SUB_PARTITIONS = 4  # of an SM; a block's warps go round them
+_WGMMA_HEAD_DIMS = (64, 128)
+_WGMMA_REGISTERS = 240  # what is left to each of 256 computing threads where 128 others have 24
 _SPACE_HASH_DIGITS = 12
 
 
@@ -30,6 +32,8 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
         return f"{config.threads} threads: a block has at most {device.max_threads_per_block}"
     if isinstance(config, TransposedMmaConfig):
         reason = _transposed_refusal(problem.head_dim, config)
+    elif isinstance(config, WgmmaConfig):
+        reason = _wgmma_refusal(problem, config, device)
     else:
         reason = _mma_refusal(problem.head_dim, config)
     if reason:
@@ -40,6 +44,8 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
             f"{needs.shared_memory_bytes:,} bytes of shared memory: a block of {device.name} has at most "
             f"{device.shared_memory_per_block_bytes:,}"
         )
+    if isinstance(config, WgmmaConfig):
+        return None  # one block, whose warpgroups divide the registers: see its own reasons
     blocks = config.min_blocks_per_sm
     registers = min(device.registers_per_sm // (config.threads * blocks) // 8 * 8, device.max_registers_per_thread)
     if needs.registers > registers:
@@ -103,6 +109,20 @@ def _transposed_refusal(head_dim: int, config: TransposedMmaConfig) -> str | Non
     for product, size, unit, parts, multiple in divisions:
         if size % (parts * multiple):
             return f"{product} does not divide: {size} {unit} in {parts} parts are not a multiple of {multiple} each"
+    return None
+
+
+def _wgmma_refusal(problem: Problem, config: WgmmaConfig, device: Device) -> str | None:
+    if not device.has_wgmma:
+        return f"{device.name} has no wgmma: it is an instruction of sm_90a alone"
+    if problem.head_dim not in _WGMMA_HEAD_DIMS:
+        return f"head_dim {problem.head_dim}: the wgmma kernels take {' and '.join(map(str, _WGMMA_HEAD_DIMS))}"
+    if config.v_fragments > problem.head_dim // MMA_DEPTH:
+        return f"V has {problem.head_dim // MMA_DEPTH} steps along head_dim: {config.v_fragments} cannot be kept"
+    if config.skip_masked and not problem.causal:
+        return "there is no mask that would leave tiles to be skipped"
+    if (needed := estimate(problem, config).registers) > _WGMMA_REGISTERS:
+        return f"about {needed} registers a thread: two computing warpgroups have {_WGMMA_REGISTERS}"
     return None
 
 

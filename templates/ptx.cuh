@@ -157,6 +157,13 @@ __device__ __forceinline__ float4 load_shared<float4>(uint32_t address) {
   return value;
 }
 
+template <>
+__device__ __forceinline__ uint32_t load_shared<uint32_t>(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
 // ---- global memory ----
 
 // Of memory that no thread of this kernel writes.
@@ -183,6 +190,13 @@ __device__ __forceinline__ void reduce_add_global(float* pointer, float4 value) 
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(value.x),
                "f"(value.y), "f"(value.z), "f"(value.w)
                : "memory");
+}
+
+// The value before.
+__device__ __forceinline__ uint32_t fetch_add_global(uint32_t* pointer, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(pointer), "r"(value) : "memory");
+  return old;
 }
 
 // ---- mbarrier and TMA ----
@@ -248,6 +262,40 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
                : "memory");
 }
 
+// ---- copies from shared memory ----
+
+// Makes what this thread has written to shared memory visible to the asynchronous proxy: bulk copies, TMA and wgmma.
+__device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Adds `bytes` bytes of floats to global memory, in no order and without waiting; addresses and size are multiples of 16.
+__device__ __forceinline__ void bulk_reduce_add(float* destination, uint32_t source, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination), "r"(source),
+               "r"(bytes)
+               : "memory");
+}
+
+// Copies one box from shared memory into a 4-D tensor; what lies outside of the tensor is left out.
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t source) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map), "r"(c0),
+               "r"(c1), "r"(c2), "r"(c3), "r"(source)
+               : "memory");
+}
+
+// The copies above that this thread has issued since its last commit become a group.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Returns when at most LEFT of this thread's groups still read shared memory.
+template <int LEFT>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+
+// Returns when at most LEFT of this thread's groups are not complete.
+template <int LEFT>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
 // ---- tensor cores ----
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
@@ -269,6 +317,20 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&f
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(fragment[0]),
                "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
                : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(fragment[0]),
+               "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
+
+// An 8x8 matrix of 16-bit elements, of which each lane has two, transposed.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t fragment) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
+  return transposed;
 }
 
 // accumulator (16x8, fp32) += a (16x16) * b (16x8).

@@ -62,6 +62,11 @@ struct Launch {
 class Block;
 struct Warp;
 
+// Work of a thread or a warp that the asynchronous proxy does some time between its issue and the wait for it: done at the wait,
+// so that who overwrites its operands too early, or reads its results, gets wrong numbers. Such work comes in groups.
+struct WgmmaOperation;
+struct BulkOperation;
+
 // An instruction that the 32 lanes execute together.
 struct WarpInstruction {
   const char* name;
@@ -69,6 +74,8 @@ struct WarpInstruction {
 };
 
 enum class State : uint8_t { READY, IN_WARP_INSTRUCTION, AT_BLOCK_BARRIER, AT_NAMED_BARRIER, AT_MBARRIER, EXITED };
+
+constexpr uint32_t KEPT_PROXY_FENCES = 8;
 
 struct Fiber {
   Context context;
@@ -80,6 +87,9 @@ struct Fiber {
   int line;               // of the .cu, where it waits
   void* operands;         // of the warp instruction it has arrived at
   uint32_t awaited_mbarrier, awaited_parity, awaited_named_barrier;
+  // Its last proxy fences, as counts of its clock: what it wrote up to there is visible to the asynchronous proxy.
+  uint32_t proxy_fences[KEPT_PROXY_FENCES], proxy_fence_count;
+  uint32_t bulk_groups;   // committed
   // What it knows of each thread and mbarrier beyond what the last block barrier told everybody; valid in that barrier's epoch.
   uint32_t* known;
   uint32_t known_epoch;
@@ -92,6 +102,9 @@ struct Warp {
   uint32_t arrived;  // at `instruction`
   const WarpInstruction* instruction;
   int line;
+  bool wgmma_fenced;      // since registers may last have been touched
+  uint32_t wgmma_groups;  // committed
+  uint32_t wgmma_count;   // operations that have not been waited for
 };
 
 inline thread_local Fiber* current_fiber;
@@ -123,6 +136,34 @@ struct NamedBarrier {
   uint32_t* completed;         // the same when the last use completed
 };
 
+// ---- asynchronous work ----
+
+constexpr uint32_t MAX_WGMMA_OPERATIONS = 64, MAX_BULK_OPERATIONS = 64;
+
+// A warp's share of a wgmma: 16 rows.
+struct WgmmaOperation {
+  void (*execute)(Warp&, const WgmmaOperation&);
+  uint32_t group;
+  int columns, line;
+  bool accumulate;
+  uint64_t a_descriptor, b_descriptor;
+  uint64_t version;  // of what it reads of shared memory
+  float* accumulators[WARP_SIZE];
+  uint32_t a[WARP_SIZE][4];
+};
+
+// A copy from shared to global memory.
+struct BulkOperation {
+  void (*execute)(const Fiber&, const BulkOperation&);
+  uint32_t thread, group;
+  uint32_t source, bytes;
+  int line;
+  uint64_t version;        // of what it reads
+  void* destination;       // of plain memory,
+  const CUtensorMap* map;  // or a box of a tensor
+  int coordinates[4];
+};
+
 // ---- shared memory ----
 
 struct Word {
@@ -152,6 +193,7 @@ class Block {
         clocks_(allocate<uint32_t>(threads_)),
         mbarrier_clocks_(allocate<uint32_t>(2 * MAX_MBARRIERS * participants_)),
         named_barrier_clocks_(allocate<uint32_t>(2 * NAMED_BARRIERS * participants_)),
+        wgmma_operations_(allocate<WgmmaOperation>(static_cast<size_t>(warps_count_) * MAX_WGMMA_OPERATIONS)),
         shared_(allocate<uint8_t>(4 * shared_words_)),
         words_(allocate<Word>(shared_words_)),
         reader_warps_(allocate<uint32_t>(launch.race_check ? shared_words_ : 0)),
@@ -160,7 +202,7 @@ class Block {
   ~Block() {
     for (void* pointer : {static_cast<void*>(fibers_), static_cast<void*>(known_), static_cast<void*>(told_to_all_),
                           static_cast<void*>(clocks_), static_cast<void*>(mbarrier_clocks_),
-                          static_cast<void*>(named_barrier_clocks_),
+                          static_cast<void*>(named_barrier_clocks_), static_cast<void*>(wgmma_operations_),
                           static_cast<void*>(shared_), static_cast<void*>(words_), static_cast<void*>(reader_warps_),
                           static_cast<void*>(reads_)})
       free(pointer);
@@ -169,8 +211,8 @@ class Block {
   Block& operator=(const Block&) = delete;
 
   bool allocated() const {
-    return stacks_.allocated() && fibers_ && known_ && told_to_all_ && clocks_ && mbarrier_clocks_ && named_barrier_clocks_ && shared_ && words_ &&
-           reader_warps_ && reads_;
+    return stacks_.allocated() && fibers_ && known_ && told_to_all_ && clocks_ && mbarrier_clocks_ && named_barrier_clocks_ &&
+           wgmma_operations_ && shared_ && words_ && reader_warps_ && reads_;
   }
 
   const dim3& index() const { return index_; }
@@ -185,6 +227,7 @@ class Block {
     alive_ = threads_;
     barrier_arrived_ = 0;
     mbarrier_count_ = 0;
+    bulk_count_ = 0;
     epoch_ = 1;
     memset(named_barrier_clocks_, 0, 2 * NAMED_BARRIERS * participants_ * sizeof *named_barrier_clocks_);
     for (uint32_t i = 0; i < NAMED_BARRIERS; i++) {
@@ -205,18 +248,22 @@ class Block {
       fiber.state = State::READY;
       fiber.known = known_ + static_cast<size_t>(t) * participants_;
       fiber.known_epoch = 0;
+      fiber.proxy_fence_count = 0;
+      fiber.bulk_groups = 0;
       clocks_[t] = 1;
       fiber.context.prepare(stacks_.bottom(t), stacks_.top(t), &Block::enter);
     }
     for (uint32_t w = 0; w < warps_count_; w++) {
       const uint32_t size = threads_ - w * WARP_SIZE < WARP_SIZE ? threads_ - w * WARP_SIZE : WARP_SIZE;
-      warps_[w] = {fibers_ + w * WARP_SIZE, w, size, size == WARP_SIZE ? ALL_LANES : (1u << size) - 1, 0, 0, nullptr, 0};
+      warps_[w] = {fibers_ + w * WARP_SIZE, w, size, size == WARP_SIZE ? ALL_LANES : (1u << size) - 1, 0, 0, nullptr, 0,
+                   false, 0, 0};
     }
     current_fiber = &fibers_[0];
     Context::go(scheduler_, fibers_[0].context);
     current_fiber = nullptr;
     if (!faulted_) check_mbarriers_at_exit();
     if (!faulted_) check_named_barriers_at_exit();
+    if (!faulted_) check_asynchronous_work_at_exit();
   }
 
   // ---- faults ----
@@ -408,6 +455,83 @@ class Block {
       word = written;
     }
     return shared_ + offset;
+  }
+
+  // ---- the asynchronous proxy ----
+
+  // What this thread has written so far is visible to the asynchronous proxy, for those who know of the fence.
+  void proxy_fence() {
+    Fiber& fiber = *current_fiber;
+    fiber.proxy_fences[fiber.proxy_fence_count++ % KEPT_PROXY_FENCES] = clocks_[fiber.thread]++;
+  }
+
+  // `read_shared` for the asynchronous proxy, on behalf of that thread.
+  const uint8_t* read_shared_async(const Fiber& fiber, uint32_t address, uint32_t bytes, const char* what, int line) {
+    const uint8_t* data = read_shared(fiber, address, bytes, what, line);
+    for (uint32_t i = (address - SHARED_BASE) / 4; i < (address - SHARED_BASE + bytes) / 4; i++) {
+      read_version_ = (read_version_ ^ words_[i].clock ^ static_cast<uint64_t>(words_[i].writer) << 32) * 0x100000001b3;
+      if (words_[i].writer < threads_ && !knows_proxy_fence(fiber, words_[i]))
+        fault(fiber, cudaErrorLaunchFailure, line,
+              "%s reads shared offset %u, which thread %u wrote at line %u with no proxy fence between", what, 4 * i,
+              words_[i].writer, words_[i].line);
+    }
+    return data;
+  }
+
+  // Between the two calls, an operation reads its operands: first as it is issued, again as it is done. The version that the
+  // second returns tells whether anything was written in between.
+  void begin_operands() { read_version_ = 0; }
+  uint64_t operands_version() const { return read_version_; }
+
+  void check_operands(const Fiber& fiber, uint64_t version, const char* what, int line) {
+    if (version != read_version_)
+      fault(fiber, cudaErrorLaunchFailure, line, "the operands of %s were written to before it was waited for", what);
+  }
+
+  // A new operation of the warp's open group.
+  WgmmaOperation& issue_wgmma(Warp& warp, int line) {
+    if (warp.wgmma_count == MAX_WGMMA_OPERATIONS)
+      fault(warp.lanes[0], cudaErrorLaunchFailure, line, "the host target keeps %u wgmma in flight", MAX_WGMMA_OPERATIONS);
+    if (!warp.wgmma_fenced)
+      fault(warp.lanes[0], cudaErrorLaunchFailure, line,
+            "wgmma with no wgmma.fence since its registers were free to be used: at the start, or after a wait");
+    WgmmaOperation& operation = wgmma_operations_[warp.index * MAX_WGMMA_OPERATIONS + warp.wgmma_count++];
+    operation.group = warp.wgmma_groups;
+    operation.line = line;
+    return operation;
+  }
+
+  // Does all that the warp has committed except for the last `left` groups.
+  void wait_wgmma(Warp& warp, uint32_t left) {
+    WgmmaOperation* operations = wgmma_operations_ + warp.index * MAX_WGMMA_OPERATIONS;
+    uint32_t done = 0;
+    while (done < warp.wgmma_count && operations[done].group + left < warp.wgmma_groups) {
+      operations[done].execute(warp, operations[done]);
+      done++;
+    }
+    warp.wgmma_count -= done;
+    memmove(operations, operations + done, warp.wgmma_count * sizeof *operations);
+  }
+
+  void issue_bulk(const BulkOperation& operation) {
+    if (bulk_count_ == MAX_BULK_OPERATIONS)
+      fault(*current_fiber, cudaErrorLaunchFailure, operation.line, "the host target keeps %u bulk copies in flight",
+            MAX_BULK_OPERATIONS);
+    bulk_operations_[bulk_count_++] = operation;
+  }
+
+  // Does all that the thread has committed except for the last `left` groups.
+  void wait_bulk(uint32_t left) {
+    const Fiber& fiber = *current_fiber;
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < bulk_count_; i++) {
+      const BulkOperation& operation = bulk_operations_[i];
+      if (operation.thread == fiber.thread && operation.group + left < fiber.bulk_groups)
+        operation.execute(fiber, operation);
+      else
+        bulk_operations_[kept++] = operation;
+    }
+    bulk_count_ = kept;
   }
 
   // ---- mbarriers ----
@@ -655,6 +779,19 @@ class Block {
       if (fiber.known[i] < completed[i]) fiber.known[i] = completed[i];
   }
 
+  // Whether the asynchronous proxy, on behalf of that thread, sees what a thread wrote: it fenced it, and the reader knows.
+  bool knows_proxy_fence(const Fiber& reader, const Word& word) const {
+    const Fiber& writer = fibers_[word.writer];
+    const uint32_t kept = min(writer.proxy_fence_count, KEPT_PROXY_FENCES);
+    for (uint32_t age = 0; age < kept; age++) {
+      const uint32_t fence = writer.proxy_fences[(writer.proxy_fence_count - 1 - age) % KEPT_PROXY_FENCES];
+      if (fence < word.clock) return false;
+      // Any of them does that the reader knows of.
+      if (!launch_.race_check || knows(reader, word.writer, fence)) return true;
+    }
+    return kept == KEPT_PROXY_FENCES;  // perhaps an older one
+  }
+
   // ---- shared memory ----
 
   // The offset of an address, which must be aligned and lie within the block's memory with all its bytes.
@@ -765,6 +902,21 @@ class Block {
     }
   }
 
+  void check_asynchronous_work_at_exit() {
+    char text[320];
+    for (uint32_t w = 0; w < warps_count_; w++)
+      if (warps_[w].wgmma_count) {
+        snprintf(text, sizeof text, "block (%u,%u,%u) exits with a wgmma of line %d in flight in warp %u", index_.x, index_.y,
+                 index_.z, wgmma_operations_[w * MAX_WGMMA_OPERATIONS].line, w);
+        return launch_.fault(cudaErrorLaunchFailure, text);
+      }
+    if (bulk_count_) {
+      snprintf(text, sizeof text, "block (%u,%u,%u) exits with a bulk copy of line %d in flight in thread %u", index_.x,
+               index_.y, index_.z, bulk_operations_[0].line, bulk_operations_[0].thread);
+      launch_.fault(cudaErrorLaunchFailure, text);
+    }
+  }
+
   // ---- global memory ----
 
   [[noreturn]] void fault_global(uintptr_t begin, uint64_t bytes, bool write, const char* what, int line) {
@@ -796,11 +948,14 @@ class Block {
   dim3 index_;
   bool faulted_;
   uint32_t alive_, barrier_arrived_, mbarrier_count_;
+  uint32_t bulk_count_;
+  uint64_t read_version_ = 0;
   uint32_t epoch_;  // block barriers passed, plus 1
   int last_buffer_ = 0;
 
   Warp warps_[MAX_WARPS];
   Mbarrier mbarriers_[MAX_MBARRIERS];
+  BulkOperation bulk_operations_[MAX_BULK_OPERATIONS];
   NamedBarrier named_barriers_[NAMED_BARRIERS];
   Fiber* const fibers_;
   uint32_t* const known_;            // (threads, participants)
@@ -808,6 +963,7 @@ class Block {
   uint32_t* const clocks_;           // (threads)
   uint32_t* const mbarrier_clocks_;  // (mbarriers, 2, participants)
   uint32_t* const named_barrier_clocks_;  // (named barriers, 2, participants)
+  WgmmaOperation* const wgmma_operations_;  // (warps, MAX_WGMMA_OPERATIONS)
   uint8_t* const shared_;
   Word* const words_;
   // Reads since the last write of a word, for the race check: the warps, and for each of them clock << 5 | lane.

@@ -111,6 +111,17 @@ inline cudaError_t cudaSetDevice(int device) {
   return bwdtune_host::refuse(cudaErrorInvalidDevice, "device %d: the host target has device 0 alone", device);
 }
 
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+
+// Blocks run one after another, whatever their number: a kernel that sizes its grid by this gets two, unless told.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (attribute != cudaDevAttrMultiProcessorCount || device != 0)
+    return bwdtune_host::refuse(cudaErrorInvalidValue, "attribute %d of device %d: the host target has none such", attribute,
+                                device);
+  *value = static_cast<int>(bwdtune_host::setting("BWDTUNE_HOST_SM_COUNT", 2));
+  return cudaSuccess;
+}
+
 // ---- tensor maps ----
 
 enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1 };

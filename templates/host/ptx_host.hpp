@@ -270,6 +270,12 @@ inline void reduce_add_global(float* pointer, float4 value, int line = __builtin
   atomic_add(pointer + 3, value.w);
 }
 
+// The value before.
+inline uint32_t fetch_add_global(uint32_t* pointer, uint32_t value, int line = __builtin_LINE()) {
+  block().check_global(pointer, 4, 4, true, "atom.global.add", line);
+  return __atomic_fetch_add(pointer, value, __ATOMIC_RELAXED);
+}
+
 // ---- mbarrier and TMA ----
 
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals, int line = __builtin_LINE()) {
@@ -373,6 +379,119 @@ inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, 
   block().mbarrier_complete_tx(mbarrier, bytes, line);
 }
 
+// ---- copies from shared memory ----
+
+inline void fence_proxy_async_shared() { block().proxy_fence(); }
+
+// Registers the reads that the copy will make, so that nothing of it may be missing now.
+inline void issue_bulk(bwdtune_host::BulkOperation& operation, uint32_t alignment, const char* what) {
+  const Fiber& fiber = *current_fiber;
+  if (operation.source % alignment)
+    block().fault(fiber, cudaErrorMisalignedAddress, operation.line, "%s from shared address 0x%x, which is not %u-byte aligned",
+                  what, operation.source, alignment);
+  block().begin_operands();
+  for (uint32_t at = 0; at < operation.bytes; at += 16)
+    block().read_shared_async(fiber, operation.source + at, 16, what, operation.line);
+  operation.version = block().operands_version();
+  block().issue_bulk(operation);
+}
+
+// What the copy reads, as it is done.
+inline const uint8_t* read_bulk(const Fiber& fiber, const bwdtune_host::BulkOperation& operation, const char* what) {
+  block().begin_operands();
+  for (uint32_t at = 0; at < operation.bytes; at += 16)
+    block().read_shared_async(fiber, operation.source + at, 16, what, operation.line);
+  block().check_operands(fiber, operation.version, what, operation.line);
+  return block().read_shared(fiber, operation.source, 16, what, operation.line);
+}
+
+inline void execute_reduce_add(const Fiber& fiber, const bwdtune_host::BulkOperation& operation) {
+  const uint8_t* source = read_bulk(fiber, operation, "cp.reduce.async.bulk");
+  for (uint32_t i = 0; i < operation.bytes / 4; i++) {
+    float value;
+    memcpy(&value, source + 4 * i, sizeof value);
+    atomic_add(static_cast<float*>(operation.destination) + i, value);
+  }
+}
+
+inline void bulk_reduce_add(float* destination, uint32_t source, uint32_t bytes, int line = __builtin_LINE()) {
+  const char* what = "cp.reduce.async.bulk";
+  if (!bytes || bytes % 16)
+    block().fault(*current_fiber, cudaErrorLaunchFailure, line, "%s of %u bytes: they must be a multiple of 16", what, bytes);
+  block().check_global(destination, bytes, 16, true, what, line);
+  bwdtune_host::BulkOperation operation = {};
+  operation.execute = execute_reduce_add;
+  operation.thread = current_fiber->thread;
+  operation.group = current_fiber->bulk_groups;
+  operation.source = source;
+  operation.bytes = bytes;
+  operation.line = line;
+  operation.destination = destination;
+  issue_bulk(operation, 16, what);
+}
+
+inline void execute_tma_store(const Fiber& fiber, const bwdtune_host::BulkOperation& operation) {
+  const bwdtune_host::TensorMap& tensor = tensor_map_of(operation.map, operation.line);
+  const uint32_t mask = tensor.swizzle_bytes ? tensor.swizzle_bytes / 16u - 1 : 0;
+  const uint32_t pitch = tensor.box[0] * tensor.element_bytes, chunk_elements = 16 / tensor.element_bytes;
+  const uint8_t* source = read_bulk(fiber, operation, "cp.async.bulk.tensor");
+  uint32_t address = operation.source;
+  for (int64_t i3 = 0; i3 < tensor.box[3]; i3++)
+    for (int64_t i2 = 0; i2 < tensor.box[2]; i2++)
+      for (int64_t i1 = 0; i1 < tensor.box[1]; i1++, address += pitch)
+        for (uint32_t at = 0; at < pitch; at += 16) {
+          const uint32_t swizzled = (address + at) ^ ((address + at) >> 7 & mask) << 4;
+          const uint8_t* chunk = source + (swizzled - operation.source);
+          const int64_t place[4] = {operation.coordinates[0] + at / tensor.element_bytes, operation.coordinates[1] + i1,
+                                    operation.coordinates[2] + i2, operation.coordinates[3] + i3};
+          uint8_t* to = const_cast<uint8_t*>(tensor.base) + place[0] * tensor.element_bytes;
+          bool inside = true;
+          for (int d = 1; d < 4; d++) {
+            inside = inside && place[d] >= 0 && static_cast<uint64_t>(place[d]) < tensor.size[d];
+            to += place[d] * static_cast<int64_t>(tensor.stride[d - 1]);
+          }
+          for (uint32_t i = 0; inside && i < chunk_elements; i++) {
+            if (place[0] + i < 0 || static_cast<uint64_t>(place[0] + i) >= tensor.size[0]) continue;
+            block().check_global(to + i * tensor.element_bytes, tensor.element_bytes, 1, true, "cp.async.bulk.tensor",
+                                 operation.line);
+            memcpy(to + i * tensor.element_bytes, chunk + i * tensor.element_bytes, tensor.element_bytes);
+          }
+        }
+}
+
+inline void tma_store_4d(const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t source,
+                         int line = __builtin_LINE()) {
+  const bwdtune_host::TensorMap& tensor = tensor_map_of(map, line);
+  const uint32_t pitch = tensor.box[0] * tensor.element_bytes;
+  if (tensor.rank != 4 || (tensor.swizzle_bytes && pitch != tensor.swizzle_bytes))
+    block().fault(*current_fiber, cudaErrorLaunchFailure, line,
+                  "a 4-D copy with a tensor map of rank %u, box rows of %u bytes and a swizzle of %u", tensor.rank, pitch,
+                  tensor.swizzle_bytes);
+  bwdtune_host::BulkOperation operation = {};
+  operation.execute = execute_tma_store;
+  operation.thread = current_fiber->thread;
+  operation.group = current_fiber->bulk_groups;
+  operation.source = source;
+  operation.bytes = pitch * tensor.box[1] * tensor.box[2] * tensor.box[3];
+  operation.line = line;
+  operation.map = map;
+  const int coordinates[4] = {c0, c1, c2, c3};
+  memcpy(operation.coordinates, coordinates, sizeof coordinates);
+  issue_bulk(operation, tensor.swizzle_bytes > 16 ? 8u * tensor.swizzle_bytes : 128u, "cp.async.bulk.tensor");
+}
+
+inline void bulk_commit() { current_fiber->bulk_groups++; }
+
+template <int LEFT>
+void bulk_wait_read() {
+  block().wait_bulk(LEFT);
+}
+
+template <int LEFT>
+void bulk_wait() {
+  block().wait_bulk(LEFT);
+}
+
 // ---- tensor cores ----
 
 struct LdmatrixOperands {
@@ -414,28 +533,55 @@ inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address, int lin
   block().execute_in_warp(LDMATRIX_TRANS, &operands, line);
 }
 
+inline void execute_movmatrix(Warp& warp) {
+  uint32_t rows[8][4];
+  for (uint32_t lane = 0; lane < WARP_SIZE; lane++) rows[lane / 4][lane % 4] = operands_of<uint32_t>(warp, lane);
+  const auto element = [&](uint32_t row, uint32_t column) { return rows[row][column / 2] >> column % 2 * 16 & 0xffffu; };
+  for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
+    const uint32_t row = lane / 4, column = lane % 4 * 2;
+    operands_of<uint32_t>(warp, lane) = element(column, row) | element(column + 1, row) << 16;
+  }
+}
+constexpr WarpInstruction MOVMATRIX = {"movmatrix", execute_movmatrix};
+
+inline uint32_t movmatrix_trans(uint32_t fragment, int line = __builtin_LINE()) {
+  block().execute_in_warp(MOVMATRIX, &fragment, line);
+  return fragment;
+}
+
 struct StmatrixOperands {
   const uint32_t* fragment;
   uint32_t address;
   int line;
 };
 
-inline void execute_stmatrix(Warp& warp) {
+template <bool TRANSPOSED>
+void execute_stmatrix(Warp& warp) {
   Block& block = *warp.lanes[0].block;
   for (uint32_t matrix = 0; matrix < 4; matrix++)
     for (uint32_t row = 0; row < 8; row++) {
+      const auto element = [&](uint32_t column) {
+        const uint32_t major = TRANSPOSED ? column : row, minor = TRANSPOSED ? row : column;
+        return operands_of<StmatrixOperands>(warp, 4 * major + minor / 2).fragment[matrix] >> minor % 2 * 16 & 0xffffu;
+      };
       uint32_t pairs[4];
-      for (uint32_t i = 0; i < 4; i++) pairs[i] = operands_of<StmatrixOperands>(warp, 4 * row + i).fragment[matrix];
+      for (uint32_t i = 0; i < 4; i++) pairs[i] = element(2 * i) | element(2 * i + 1) << 16;
       const Fiber& fiber = warp.lanes[8 * matrix + row];
       const StmatrixOperands& operands = operands_of<StmatrixOperands>(warp, fiber.lane);
       memcpy(block.write_shared(fiber, operands.address, 16, 16, "stmatrix", operands.line), pairs, 16);
     }
 }
-constexpr WarpInstruction STMATRIX = {"stmatrix.x4", execute_stmatrix};
+constexpr WarpInstruction STMATRIX = {"stmatrix.x4", execute_stmatrix<false>};
+constexpr WarpInstruction STMATRIX_TRANS = {"stmatrix.x4.trans", execute_stmatrix<true>};
 
 inline void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4], int line = __builtin_LINE()) {
   StmatrixOperands operands = {fragment, address, line};
   block().execute_in_warp(STMATRIX, &operands, line);
+}
+
+inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4], int line = __builtin_LINE()) {
+  StmatrixOperands operands = {fragment, address, line};
+  block().execute_in_warp(STMATRIX_TRANS, &operands, line);
 }
 
 struct MmaOperands {
@@ -491,6 +637,167 @@ template <class Element>
 void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line = __builtin_LINE()) {
   MmaOperands operands = {accumulator, a, {b0, b1}};
   block().execute_in_warp(MMA<Element>, &operands, line);
+}
+
+// ---- tensor cores, by warpgroups ----
+
+// A warp computes 16 of the 64 rows, so that each does its share by itself.
+
+template <int COUNT>
+void change_registers(int line) {
+  static_assert(COUNT >= 24 && COUNT <= 256 && COUNT % 8 == 0, "setmaxnreg takes multiples of 8 from 24 to 256");
+  static constexpr WarpInstruction SETMAXNREG = {"setmaxnreg", [](Warp&) {}};
+  block().execute_in_warp(SETMAXNREG, nullptr, line);
+}
+
+template <int COUNT>
+void increase_registers(int line = __builtin_LINE()) {
+  change_registers<COUNT>(line);
+}
+
+template <int COUNT>
+void decrease_registers(int line = __builtin_LINE()) {
+  change_registers<COUNT>(line);
+}
+
+constexpr WarpInstruction WGMMA_FENCE = {"wgmma.fence", [](Warp& warp) { warp.wgmma_fenced = true; }};
+constexpr WarpInstruction WGMMA_COMMIT = {"wgmma.commit_group", [](Warp& warp) { warp.wgmma_groups++; }};
+
+inline void wgmma_fence(int line = __builtin_LINE()) { block().execute_in_warp(WGMMA_FENCE, nullptr, line); }
+inline void wgmma_commit(int line = __builtin_LINE()) { block().execute_in_warp(WGMMA_COMMIT, nullptr, line); }
+
+template <int LEFT>
+void wgmma_wait(int line = __builtin_LINE()) {
+  static constexpr WarpInstruction WGMMA_WAIT = {"wgmma.wait_group", [](Warp& warp) {
+                                                   warp.wgmma_fenced = false;
+                                                   warp.lanes[0].block->wait_wgmma(warp, LEFT);
+                                                 }};
+  block().execute_in_warp(WGMMA_WAIT, nullptr, line);
+}
+
+template <int N>
+void pin(float (&)[N]) {}
+
+// A matrix of 16 (k) x `count` elements in shared memory, read by rows of k. Of the descriptor: bits 0-13 start address / 16,
+// 16-29 leading byte offset / 16, 32-45 stride byte offset / 16, 62-63 swizzle: 1, 2, 3 for 128, 64 and 32 bytes.
+// A row of `swizzle` bytes and its 7 successors are an atom. Not transposed, such a row is along k, and SBO is the distance
+// of atoms along the other dimension; transposed, it is along the other dimension, with LBO between atoms there and SBO along k.
+class MatrixDescriptor {
+ public:
+  MatrixDescriptor(uint64_t bits, bool transposed)
+      : start_((bits & 0x3fff) << 4),
+        leading_((bits >> 16 & 0x3fff) << 4),
+        stride_((bits >> 32 & 0x3fff) << 4),
+        mode_(bits >> 62),
+        base_offset_(bits >> 49 & 7),
+        transposed_(transposed) {}
+
+  void read(Warp& warp, float (*widen)(uint32_t), int first, int count, float (*matrix)[256], int line) const {
+    const Fiber& fiber = warp.lanes[0];
+    if (!mode_ || base_offset_)
+      block().fault(fiber, cudaErrorLaunchFailure, line,
+                    "a matrix descriptor of layout %u and base offset %u: the host target takes swizzled ones that start with "
+                    "their pattern", mode_, base_offset_);
+    const int row_bytes = 256 >> mode_, row_elements = row_bytes / 2;
+    const uint32_t mask = row_bytes / 16 - 1;
+    for (int major = 0; major < (transposed_ ? 16 : count); major++)
+      for (int minor = 0; minor < (transposed_ ? count : 16); minor += 8) {
+        const int at_major = major + (transposed_ ? 0 : first), at_minor = minor + (transposed_ ? first : 0);
+        uint32_t address = start_ + at_major / 8 * stride_ + at_major % 8 * row_bytes;
+        address += transposed_ ? at_minor / row_elements * leading_ + at_minor % row_elements * 2 : at_minor * 2;
+        address ^= (address >> 7 & mask) << 4;
+        uint16_t elements[8];
+        memcpy(elements, block().read_shared_async(fiber, address, 16, "wgmma", line), 16);
+        for (int i = 0; i < 8; i++)
+          (transposed_ ? matrix[major][minor + i] : matrix[minor + i][major]) = widen(elements[i]);
+      }
+  }
+
+ private:
+  const uint32_t start_, leading_, stride_, mode_, base_offset_;
+  const bool transposed_;
+};
+
+template <class Element, bool A_IN_REGISTERS, bool TRANSPOSED_A, bool TRANSPOSED_B>
+struct Wgmma {
+  // The operands of 16 rows, from shared memory and from the lanes' fragments, both by rows of k.
+  static void read(Warp& warp, const bwdtune_host::WgmmaOperation& operation, float (*a)[256], float (*b)[256]) {
+    const int first_row = warp.index % 4 * 16;
+    if (!A_IN_REGISTERS)
+      MatrixDescriptor(operation.a_descriptor, TRANSPOSED_A).read(warp, widen<Element>, first_row, 16, a, operation.line);
+    MatrixDescriptor(operation.b_descriptor, TRANSPOSED_B)
+        .read(warp, widen<Element>, 0, operation.columns, b, operation.line);
+    for (uint32_t lane = 0; A_IN_REGISTERS && lane < WARP_SIZE; lane++)
+      for (uint32_t i = 0; i < 4; i++) {
+        const float2 pair = unpack<Element>(operation.a[lane][i]);
+        const uint32_t row = lane / 4 + i % 2 * 8, k = lane % 4 * 2 + i / 2 * 8;
+        a[k][row] = pair.x;
+        a[k + 1][row] = pair.y;
+      }
+  }
+
+  static void execute(Warp& warp, const bwdtune_host::WgmmaOperation& operation) {
+    float a[16][256], b[16][256];
+    block().begin_operands();
+    read(warp, operation, a, b);
+    block().check_operands(warp.lanes[0], operation.version, "wgmma", operation.line);
+    for (uint32_t row = 0; row < 16; row++) {
+      float sums[256] = {};
+      float* parts[4];
+      for (uint32_t t = 0; t < 4; t++) parts[t] = operation.accumulators[row % 8 * 4 + t] + row / 8 * 2;
+      if (operation.accumulate)
+        for (int n = 0; n < operation.columns; n++) sums[n] = parts[n % 8 / 2][n / 8 * 4 + n % 2];
+      for (int k = 0; k < 16; k++)
+        for (int n = 0; n < operation.columns; n++) sums[n] += a[k][row] * b[k][n];
+      for (int n = 0; n < operation.columns; n++) parts[n % 8 / 2][n / 8 * 4 + n % 2] = sums[n];
+    }
+  }
+
+  struct Operands {
+    float* accumulator;
+    uint32_t a[4];
+    uint64_t a_descriptor, b_descriptor;
+    int columns, line;
+    bool accumulate;
+  };
+
+  static void issue(Warp& warp) {
+    const Operands& first = operands_of<Operands>(warp, 0);
+    bwdtune_host::WgmmaOperation& operation = block().issue_wgmma(warp, first.line);
+    operation.execute = execute;
+    operation.columns = first.columns;
+    operation.accumulate = first.accumulate;
+    operation.a_descriptor = first.a_descriptor;
+    operation.b_descriptor = first.b_descriptor;
+    for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
+      const Operands& operands = operands_of<Operands>(warp, lane);
+      if (operands.a_descriptor != first.a_descriptor || operands.b_descriptor != first.b_descriptor ||
+          operands.accumulate != first.accumulate)
+        block().fault(warp.lanes[lane], cudaErrorLaunchFailure, first.line, "wgmma with operands that differ between lanes");
+      operation.accumulators[lane] = operands.accumulator;
+      memcpy(operation.a[lane], operands.a, sizeof operands.a);
+    }
+    float a[16][256], b[16][256];
+    block().begin_operands();
+    read(warp, operation, a, b);
+    operation.version = block().operands_version();
+  }
+  static constexpr WarpInstruction INSTRUCTION = {"wgmma.mma_async", issue};
+};
+
+template <class Element, bool TRANSPOSED_A, bool TRANSPOSED_B, int SIZE>
+void wgmma_ss(float (&accumulator)[SIZE], uint64_t a, uint64_t b, bool accumulate, int line = __builtin_LINE()) {
+  using Instruction = Wgmma<Element, false, TRANSPOSED_A, TRANSPOSED_B>;
+  typename Instruction::Operands operands = {accumulator, {}, a, b, 2 * SIZE, line, accumulate};
+  block().execute_in_warp(Instruction::INSTRUCTION, &operands, line);
+}
+
+template <class Element, bool TRANSPOSED_B, int SIZE>
+void wgmma_rs(float (&accumulator)[SIZE], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+              int line = __builtin_LINE()) {
+  using Instruction = Wgmma<Element, true, false, TRANSPOSED_B>;
+  typename Instruction::Operands operands = {accumulator, {a[0], a[1], a[2], a[3]}, 0, b, 2 * SIZE, line, accumulate};
+  block().execute_in_warp(Instruction::INSTRUCTION, &operands, line);
 }
 
 }  // namespace ptx

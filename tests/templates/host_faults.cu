@@ -309,6 +309,118 @@ __global__ void half_a_warp_waits_forever(const __grid_constant__ Arguments) {
   ptx::elect_one();
 }
 
+// ---- work of the asynchronous proxy ----
+
+// Of the tile with itself: its descriptor has the 128-byte swizzle, and all rows in one pattern.
+uint64_t matrix() { return uint64_t{1} << 62 | tile() / 16; }
+
+template <bool FAULT>
+__global__ void wgmma_without_its_fence(const __grid_constant__ Arguments) {
+  write_tile();
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  float accumulator[4];
+  if (!FAULT) ptx::wgmma_fence();
+  ptx::wgmma_ss<ptx::bf16, false, false>(accumulator, matrix(), matrix(), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+}
+
+template <bool FAULT>
+__global__ void wgmma_of_what_is_not_fenced(const __grid_constant__ Arguments) {
+  write_tile();
+  if (!FAULT || threadIdx.x != 9) ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  float accumulator[4];
+  ptx::wgmma_fence();
+  ptx::wgmma_ss<ptx::bf16, false, false>(accumulator, matrix(), matrix(), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+}
+
+// The barrier before the fence says nothing of it.
+template <bool FAULT>
+__global__ void wgmma_of_what_is_fenced_too_late(const __grid_constant__ Arguments) {
+  write_tile();
+  if (!FAULT) ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  if (FAULT) ptx::fence_proxy_async_shared();
+  float accumulator[4];
+  ptx::wgmma_fence();
+  ptx::wgmma_ss<ptx::bf16, false, false>(accumulator, matrix(), matrix(), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+}
+
+template <bool FAULT>
+__global__ void wgmma_in_flight_at_exit(const __grid_constant__ Arguments) {
+  write_tile();
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  float accumulator[4];
+  ptx::wgmma_fence();
+  ptx::wgmma_ss<ptx::bf16, false, false>(accumulator, matrix(), matrix(), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<FAULT ? 1 : 0>();
+}
+
+template <bool FAULT>
+__global__ void store_of_what_is_not_fenced(const __grid_constant__ Arguments a) {
+  write_tile();
+  if (!FAULT) ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  if (!first()) return;
+  ptx::bulk_reduce_add(a.writable, tile(), 1024);
+  ptx::bulk_commit();
+  ptx::bulk_wait<0>();
+}
+
+// The write comes after a barrier, but the copy still reads.
+template <bool FAULT>
+__global__ void store_of_what_is_overwritten(const __grid_constant__ Arguments a) {
+  write_tile();
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  if (first()) {
+    ptx::bulk_reduce_add(a.writable, tile(), 1024);
+    ptx::bulk_commit();
+    if (!FAULT) ptx::bulk_wait_read<0>();
+  }
+  ptx::sync_threads();
+  if (threadIdx.x == 40) ptx::store_shared(tile(), 1);
+  ptx::fence_proxy_async_shared();
+  ptx::named_barrier_sync(1, THREADS);
+  if (first()) ptx::bulk_wait<0>();
+}
+
+template <bool FAULT>
+__global__ void wgmma_of_what_is_overwritten(const __grid_constant__ Arguments) {
+  write_tile();
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  float accumulator[4];
+  ptx::wgmma_fence();
+  ptx::wgmma_ss<ptx::bf16, false, false>(accumulator, matrix(), matrix(), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<FAULT ? 1 : 0>();
+  ptx::sync_threads();
+  if (first()) ptx::store_shared(tile(), 1);
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  ptx::wgmma_wait<0>();
+}
+
+template <bool FAULT>
+__global__ void store_in_flight_at_exit(const __grid_constant__ Arguments a) {
+  write_tile();
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  if (!first()) return;
+  ptx::bulk_reduce_add(a.writable, tile(), 1024);
+  if (!FAULT) ptx::bulk_commit();
+  ptx::bulk_wait<0>();
+}
+
 // ---- races, found where they are looked for ----
 
 template <bool FAULT>
@@ -476,6 +588,14 @@ struct Case {
     CASE(named_barrier_left_at_exit),
     CASE(named_barrier_in_half_a_warp),
     CASE(bulk_copy_of_odd_bytes),
+    CASE(wgmma_without_its_fence),
+    CASE(wgmma_of_what_is_not_fenced),
+    CASE(wgmma_of_what_is_fenced_too_late),
+    CASE(wgmma_in_flight_at_exit),
+    CASE(store_of_what_is_not_fenced),
+    CASE(store_of_what_is_overwritten),
+    CASE(wgmma_of_what_is_overwritten),
+    CASE(store_in_flight_at_exit),
     CASE(race_of_write_and_read),
     CASE(race_of_two_writes),
     CASE(race_of_read_and_write),

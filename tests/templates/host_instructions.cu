@@ -204,6 +204,135 @@ __global__ void add_kernel(const __grid_constant__ Adds a) {
     for (int i = 0; i < 4; i++) ptx::reduce_add_global(a.sums + i, a.values[i]);
 }
 
+// A warpgroup multiplies what lies in shared memory as given, or fragments of its lanes, by what lies there.
+struct Wgmma {
+  const uint32_t* image;   // (words)
+  const uint32_t* a;       // (128, 4)
+  float* accumulator;      // (128, n / 2)
+  float* before_wait;      // (128, n / 2): as the accumulator was then
+  uint64_t a_descriptor, b_descriptor;  // with addresses that count from the image's start
+  int words;
+  bool accumulate;
+};
+
+template <class Element, int N, bool A_IN_REGISTERS, bool TRANSPOSED_A, bool TRANSPOSED_B>
+__global__ void wgmma_kernel(const __grid_constant__ Wgmma w) {
+  const uint32_t shared = ptx::shared_memory_base();
+  for (int i = threadIdx.x; i < w.words; i += blockDim.x) ptx::store_shared(shared + 4 * i, w.image[i]);
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  float accumulator[N / 2];
+  for (int i = 0; i < N / 2; i++) accumulator[i] = w.accumulator[N / 2 * threadIdx.x + i];
+  ptx::wgmma_fence();
+  if constexpr (A_IN_REGISTERS) {
+    uint32_t a[4];
+    for (int i = 0; i < 4; i++) a[i] = w.a[4 * threadIdx.x + i];
+    ptx::wgmma_rs<Element, TRANSPOSED_B>(accumulator, a, w.b_descriptor + shared / 16, w.accumulate);
+  } else {
+    ptx::wgmma_ss<Element, TRANSPOSED_A, TRANSPOSED_B>(accumulator, w.a_descriptor + shared / 16,
+                                                       w.b_descriptor + shared / 16, w.accumulate);
+  }
+  ptx::wgmma_commit();
+  for (int i = 0; i < N / 2; i++) w.before_wait[N / 2 * threadIdx.x + i] = accumulator[i];
+  ptx::wgmma_wait<0>();
+  ptx::pin(accumulator);
+  for (int i = 0; i < N / 2; i++) w.accumulator[N / 2 * threadIdx.x + i] = accumulator[i];
+}
+
+template <class Element, int N>
+int run_wgmma_of(bool a_in_registers, bool transposed_a, bool transposed_b, const Wgmma& w) {
+  const auto kernel = a_in_registers ? transposed_b ? wgmma_kernel<Element, N, true, false, true>
+                                                    : wgmma_kernel<Element, N, true, false, false>
+                      : transposed_a ? transposed_b ? wgmma_kernel<Element, N, false, true, true>
+                                                    : wgmma_kernel<Element, N, false, true, false>
+                      : transposed_b ? wgmma_kernel<Element, N, false, false, true>
+                                     : wgmma_kernel<Element, N, false, false, false>;
+  return launch(kernel, w, 1, 128, 4 * w.words);
+}
+
+// A group of wgmma may be waited for while the ones after it are in flight: x x, then x x y.
+struct WgmmaGroups {
+  float* out;  // (2, 128): one element of each accumulator, after the first wait
+};
+
+__global__ void wgmma_groups_kernel(const __grid_constant__ WgmmaGroups w) {
+  const uint32_t shared = ptx::shared_memory_base();
+  for (int i = threadIdx.x; i < 1024; i += blockDim.x) ptx::store_shared(shared + 4 * i, 0x3f803f80u);  // ones
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  const uint64_t ones = uint64_t{1} << 62 | uint64_t{0} << 32 | shared / 16;
+  float x[8] = {}, y[8] = {};
+  ptx::wgmma_fence();
+  ptx::wgmma_ss<ptx::bf16, false, false>(x, ones, ones, false);
+  ptx::wgmma_ss<ptx::bf16, false, false>(x, ones, ones, true);
+  ptx::wgmma_commit();
+  ptx::wgmma_ss<ptx::bf16, false, false>(y, ones, ones, true);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<1>();
+  w.out[threadIdx.x] = x[0];
+  w.out[128 + threadIdx.x] = y[0];
+  ptx::wgmma_wait<0>();
+}
+
+// Fragments to shared memory, and all of it out again; and each lane's register through movmatrix.
+struct Stmatrix {
+  const uint32_t* fragments;  // (32, 4)
+  const uint32_t* addresses;  // (32): offsets in bytes, all different
+  uint32_t* tile;             // (128)
+  uint32_t* moved;            // (32)
+  bool transposed;
+};
+
+__global__ void stmatrix_kernel(const __grid_constant__ Stmatrix a) {
+  const uint32_t shared = ptx::shared_memory_base();
+  uint32_t fragment[4];
+  for (int i = 0; i < 4; i++) fragment[i] = a.fragments[4 * threadIdx.x + i];
+  const uint32_t address = shared + a.addresses[threadIdx.x];
+  if (a.transposed)
+    ptx::stmatrix_x4_trans(address, fragment);
+  else
+    ptx::stmatrix_x4(address, fragment);
+  ptx::sync_warp();
+  for (int i = 0; i < 4; i++)
+    a.tile[32 * i + threadIdx.x] = ptx::load_shared<uint32_t>(shared + 4 * (32 * i + threadIdx.x));
+  a.moved[threadIdx.x] = ptx::movmatrix_trans(fragment[0]);
+}
+
+// A box goes out as it lies in shared memory, and floats are added to others.
+struct Store {
+  CUtensorMap map;
+  const uint32_t* image;  // (bytes / 4)
+  int coordinates[4];
+  uint32_t bytes;
+  float* sums;            // (bytes / 4)
+};
+
+__global__ void store_kernel(const __grid_constant__ Store a) {
+  const uint32_t shared = ptx::shared_memory_base();
+  for (uint32_t i = threadIdx.x; i < a.bytes / 4; i += blockDim.x) ptx::store_shared(shared + 4 * i, a.image[i]);
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  if (threadIdx.x != 0) return;
+  ptx::tma_store_4d(&a.map, a.coordinates[0], a.coordinates[1], a.coordinates[2], a.coordinates[3], shared);
+  ptx::bulk_commit();
+  ptx::bulk_reduce_add(a.sums, shared, a.bytes);
+  ptx::bulk_commit();
+  ptx::bulk_wait_read<1>();
+  ptx::bulk_wait<0>();
+}
+
+// Every thread of every block takes numbers from one counter.
+struct Counter {
+  uint32_t* counter;
+  uint32_t* taken;  // (blocks, threads, 2)
+};
+
+__global__ void counter_kernel(const __grid_constant__ Counter a) {
+  uint32_t* taken = a.taken + 2 * (blockIdx.x * blockDim.x + threadIdx.x);
+  taken[0] = ptx::fetch_add_global(a.counter, 1);
+  taken[1] = ptx::fetch_add_global(a.counter, 1);
+}
+
 struct Places {
   uint32_t* out;  // (blocks, threads, 4)
 };
@@ -285,6 +414,32 @@ int run_ring(const CUtensorMap* map, uint32_t* out, int rounds) {
 
 int run_add(float* sums, const float* values, int vector, unsigned blocks, unsigned threads) {
   return launch(add_kernel, Adds{sums, values, vector}, blocks, threads);
+}
+
+int run_wgmma(int fp16, int n, int a_in_registers, int transposed_a, int transposed_b, const uint32_t* image, int words,
+              uint64_t a_descriptor, uint64_t b_descriptor, const uint32_t* a, float* accumulator, float* before_wait,
+              int accumulate) {
+  const Wgmma w = {image, a, accumulator, before_wait, a_descriptor, b_descriptor, words, accumulate != 0};
+  const auto run = [&](auto run64, auto run128, auto run32) {
+    return (n == 64 ? run64 : n == 128 ? run128 : run32)(a_in_registers != 0, transposed_a != 0, transposed_b != 0, w);
+  };
+  return fp16 ? run(run_wgmma_of<ptx::fp16, 64>, run_wgmma_of<ptx::fp16, 128>, run_wgmma_of<ptx::fp16, 32>)
+              : run(run_wgmma_of<ptx::bf16, 64>, run_wgmma_of<ptx::bf16, 128>, run_wgmma_of<ptx::bf16, 32>);
+}
+
+int run_wgmma_groups(float* out) { return launch(wgmma_groups_kernel, WgmmaGroups{out}, 1, 128, 4096); }
+
+int run_stmatrix(const uint32_t* fragments, const uint32_t* addresses, uint32_t* tile, uint32_t* moved, int transposed) {
+  return launch(stmatrix_kernel, Stmatrix{fragments, addresses, tile, moved, transposed != 0}, 1, 32, 512);
+}
+
+int run_store(const CUtensorMap* map, const uint32_t* image, const int* coordinates, uint32_t bytes, float* sums) {
+  Store store = {*map, image, {coordinates[0], coordinates[1], coordinates[2], coordinates[3]}, bytes, sums};
+  return launch(store_kernel, store, 1, 64, bytes);
+}
+
+int run_counter(uint32_t* counter, uint32_t* taken, unsigned blocks, unsigned threads) {
+  return launch(counter_kernel, Counter{counter, taken}, blocks, threads);
 }
 
 int run_places(uint32_t* out, unsigned blocks, unsigned threads) {

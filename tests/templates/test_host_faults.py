@@ -83,6 +83,26 @@ FAULTS: dict[str, tuple[int, str]] = {
     "named_barrier_left_at_exit": (FAILURE, r"exits while named barrier 15 of line \d+ has 32 of 64 threads"),
     "named_barrier_in_half_a_warp": (FAILURE, r"bar\.sync is reached by a part of its warp only: .*lanes 0x0000ffff"),
     "bulk_copy_of_odd_bytes": (FAILURE, r"cp\.async\.bulk of 24 bytes: they must be a multiple of 16"),
+    "wgmma_without_its_fence": (FAILURE, r"wgmma with no wgmma\.fence since its registers"),
+    "wgmma_of_what_is_not_fenced": (
+        FAILURE,
+        r"wgmma reads shared offset \d+, which thread 9 wrote at line \d+ with no proxy fence",
+    ),
+    "wgmma_of_what_is_fenced_too_late": (
+        FAILURE,
+        r"wgmma reads shared offset \d+, which thread \d+ wrote at line \d+ with no proxy fence",
+    ),
+    "wgmma_in_flight_at_exit": (FAILURE, r"exits with a wgmma of line \d+ in flight in warp 0"),
+    "store_of_what_is_not_fenced": (
+        FAILURE,
+        r"cp\.reduce\.async\.bulk reads shared offset 0, which thread 0 wrote at line \d+ with no proxy fence",
+    ),
+    "store_of_what_is_overwritten": (
+        FAILURE,
+        r"the operands of cp\.reduce\.async\.bulk were written to before it was waited for",
+    ),
+    "wgmma_of_what_is_overwritten": (FAILURE, r"the operands of wgmma were written to before it was waited for"),
+    "store_in_flight_at_exit": (FAILURE, r"exits with a bulk copy of line \d+ in flight in thread 0"),
 }
 
 RACES: dict[str, str] = {

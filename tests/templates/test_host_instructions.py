@@ -203,6 +203,145 @@ def test_mma_keeps_subnormals_whatever_the_thread_has_set(program: ctypes.CDLL) 
     assert accumulator[0, 0] == np.float32(2.0**-24)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stmatrix_and_movmatrix(program: ctypes.CDLL, transposed: bool) -> None:
+    """ldmatrix backwards: lane l has row l / 4, columns 2 (l % 4) and the next, of each matrix."""
+    generator = np.random.default_rng(4)
+    matrices = generator.integers(0, 65536, (4, 8, 8)).astype(np.uint16)
+    fragments = np.empty((32, 4, 2), np.uint16)
+    for lane in range(32):
+        fragments[lane] = matrices[:, lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2]
+    addresses = (generator.permutation(32) * 16).astype(np.uint32)
+    tile, moved = np.empty(256, np.uint16), np.empty((32, 2), np.uint16)
+    check(
+        program,
+        program.run_stmatrix(pointer(fragments), pointer(addresses), pointer(tile), pointer(moved), int(transposed)),
+    )
+    for lane in range(32):
+        row = (matrices[lane // 8].T if transposed else matrices[lane // 8])[lane % 8]
+        np.testing.assert_array_equal(tile[addresses[lane] // 2 :][:8], row)
+        np.testing.assert_array_equal(moved[lane], matrices[0].T[lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2])
+
+
+# ---- a warpgroup's instructions ----
+
+
+class SharedMatrix:
+    """(k 16, count) in shared memory as a descriptor of wgmma promises it, by the ISA's canonical layouts.
+
+    In units of 8 rows of `span` bytes: where k runs along the rows, unit u has elements 8 u to 8 u + 7 of the other
+    dimension; where it does not, unit (i, j) has the elements from i span / 2 on, for k from 8 j to 8 j + 7.
+    """
+
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype, count: int, span: int, transposed: bool) -> None:
+        self.values = torch.randn((16, count), generator=generator).to(dtype)
+        unit = 8 * span
+        self.stride = unit * (3 if transposed else 2)
+        self.leading = unit * 7
+        across = -(-count // (span // 2))
+        self.size = 1024 + (unit + self.stride + across * self.leading if transposed else count // 8 * self.stride)
+        self.size = -(-self.size // 1024) * 1024
+        self.transposed, self.span = transposed, span
+
+    def place(self, k: int, n: int) -> int:
+        """The byte that an element begins at, before the chunks of a row change places."""
+        if self.transposed:
+            row_elements = self.span // 2
+            unit = n // row_elements * self.leading + k // 8 * self.stride
+            return unit + k % 8 * self.span + n % row_elements * 2
+        return n // 8 * self.stride + n % 8 * self.span + k * 2
+
+    def write(self, image: np.ndarray, start: int) -> None:
+        bits = bits_of(self.values)
+        for k, n in np.ndindex(bits.shape):
+            at = start + self.place(k, n)
+            chunk = at // 16 % (self.span // 16) ^ at // 128 % (self.span // 16)
+            image[(at // self.span * self.span + chunk * 16 + at % 16) // 2] = bits[k, n]
+
+    def descriptor(self, start: int) -> int:
+        mode = {128: 1, 64: 2, 32: 3}[self.span]
+        return start >> 4 | self.leading >> 4 << 16 | self.stride >> 4 << 32 | mode << 62
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("n", "a_span", "transposed_a", "b_span", "transposed_b"),
+    [
+        (64, 128, False, 128, False),  # S and dP
+        (128, 128, False, 128, True),
+        (64, 128, True, 128, False),  # dQ
+        (32, 128, True, 128, True),
+        (128, None, False, 128, True),  # dK and dV
+        (64, None, False, 128, False),
+        (64, 64, False, 32, True),
+        (128, 32, True, 64, False),
+    ],
+)
+def test_wgmma(
+    program: ctypes.CDLL,
+    dtype: str,
+    accumulate: bool,
+    n: int,
+    a_span: int | None,
+    transposed_a: bool,
+    b_span: int,
+    transposed_b: bool,
+) -> None:
+    """With A from registers where it has no span. The accumulator is as it was until it is waited for."""
+    generator = torch.Generator().manual_seed(n)
+    a = SharedMatrix(generator, DTYPES[dtype], 64, a_span or 128, transposed_a)
+    b = SharedMatrix(generator, DTYPES[dtype], n, b_span, transposed_b)
+    image = np.zeros((a.size + b.size) // 2, np.uint16)
+    a.write(image, 0)
+    b.write(image, a.size)
+    c = torch.randn((64, n), generator=generator)
+    threads = range(128)
+    a_bits = bits_of(a.values)
+    a_fragments = np.empty((128, 8), np.uint16)
+    accumulator = np.empty((128, n // 2), np.float32)
+    for thread in threads:
+        for i in range(8):
+            row, k = a_place(thread % 32, i)
+            a_fragments[thread, i] = a_bits[k, thread // 32 * 16 + row]
+        for i in range(n // 2):
+            row, column = c_place(thread % 32, i % 4)
+            accumulator[thread, i] = c[thread // 32 * 16 + row, i // 4 * 8 + column]
+    before, before_wait = accumulator.copy(), np.empty_like(accumulator)
+    check(
+        program,
+        program.run_wgmma(
+            int(dtype == "fp16"),
+            n,
+            int(a_span is None),
+            int(transposed_a),
+            int(transposed_b),
+            pointer(image),
+            len(image) // 2,
+            ctypes.c_uint64(a.descriptor(0)),
+            ctypes.c_uint64(b.descriptor(a.size)),
+            pointer(a_fragments),
+            pointer(accumulator),
+            pointer(before_wait),
+            int(accumulate),
+        ),
+    )
+    np.testing.assert_array_equal(before_wait, before)
+    exact = (a.values.double().T @ b.values.double() + (c.double() if accumulate else 0)).numpy()
+    found = np.empty((64, n))
+    for thread in threads:
+        for i in range(n // 2):
+            row, column = c_place(thread % 32, i % 4)
+            found[thread // 32 * 16 + row, i // 4 * 8 + column] = accumulator[thread, i]
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5)
+
+
+def test_a_group_of_wgmma_is_waited_for_alone(program: ctypes.CDLL) -> None:
+    found = np.empty((2, 128), np.float32)
+    check(program, program.run_wgmma_groups(pointer(found)))
+    np.testing.assert_array_equal(found, np.broadcast_to([[32.0], [0.0]], (2, 128)))
+
+
 # ---- TMA ----
 
 
@@ -298,6 +437,34 @@ def test_a_copied_box(
     np.testing.assert_array_equal(found.view(np.uint8).reshape(rows.shape), swizzled(rows, span))
 
 
+@pytest.mark.parametrize(("span", "sizes", "box", "start"), BOXES)
+def test_a_stored_box(
+    program: ctypes.CDLL, span: int, sizes: tuple[int, ...], box: tuple[int, ...], start: tuple[int, ...]
+) -> None:
+    """The inverse of a copied box; what lies outside is not written. The same bytes as floats are added up."""
+    inner = -(-sizes[0] // 8) * 8 + 8
+    strides = [inner * sizes[2], inner, inner * sizes[2] * sizes[1]]
+    storage = aligned(strides[2] * sizes[3])
+    expected = storage.copy()
+    code, encoded = encode(program, storage, list(sizes), [2 * stride for stride in strides], list(box), span)
+    check(program, code)
+    tile = np.random.default_rng(5).integers(0, 0x3F80, box[::-1]).astype(np.uint16)  # pairs are floats below 1
+    for place in np.ndindex(tile.shape):
+        at = [index + first for index, first in zip(place[::-1], start, strict=True)]
+        if all(0 <= index < size for index, size in zip(at, sizes, strict=True)):
+            expected[at[0] + sum(index * stride for index, stride in zip(at[1:], strides, strict=True))] = tile[place]
+    image = swizzled(tile.reshape(-1, box[0]).view(np.uint8), span)
+    sums = aligned(image.size // 2).view(np.float32)
+    sums[:] = 1
+    coordinates = np.array(start, np.int32)
+    check(
+        program,
+        program.run_store(pointer(encoded), pointer(image), pointer(coordinates), image.size, pointer(sums)),
+    )
+    np.testing.assert_array_equal(storage, expected)
+    np.testing.assert_array_equal(sums, 1 + image.view(np.float32).ravel())
+
+
 @pytest.mark.parametrize("rounds", [1, 2, 5, 8])
 def test_mbarrier_phases_in_a_ring(program: ctypes.CDLL, rounds: int) -> None:
     storage = aligned(8 * 8 * rounds)
@@ -370,6 +537,15 @@ def test_adds_are_atomic(program: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, 
     values = np.array([1, 2, 3, 4], np.float32)
     check(program, program.run_add(pointer(sums), pointer(values), vector, 500, 64))
     np.testing.assert_array_equal(sums, 500 * 64 * values)
+
+
+@pytest.mark.parametrize("os_threads", ["1", "2"])
+def test_a_number_is_taken_once(program: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, os_threads: str) -> None:
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", os_threads)
+    counter, taken = np.full(1, 7, np.uint32), np.zeros((50, 64, 2), np.uint32)
+    check(program, program.run_counter(pointer(counter), pointer(taken), 50, 64))
+    np.testing.assert_array_equal(np.sort(taken.ravel()), np.arange(7, 7 + taken.size))
+    assert counter[0] == 7 + taken.size
 
 
 def test_adds_flush_subnormals(program: ctypes.CDLL) -> None:

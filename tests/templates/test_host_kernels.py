@@ -92,7 +92,8 @@ def covering_configs() -> tuple[Config, ...]:
         found = itertools.combinations(config.to_dict().items(), 2)
         return sum(1 << bits.setdefault(pair, len(bits)) for pair in found)
 
-    having = {config: pairs(config) for config in valid_configs(problem_of("bf16", 128, True), HOST)}
+    valid = (valid_configs(problem_of("bf16", head_dim, True), HOST) for head_dim in (64, 128))
+    having = {config: pairs(config) for config in dict.fromkeys(itertools.chain.from_iterable(valid))}
     missing = (1 << len(bits)) - 1
     chosen = []
     while missing:

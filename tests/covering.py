@@ -1,4 +1,4 @@
-"""Few configurations that together have every value of every parameter."""
+"""Few configurations that together have every value of every parameter of every family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from bwdtune.gen.space import valid_configs
 
 def covering_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     """Valid configurations, chosen greedily, until each value that occurs in the space occurs among them."""
-    valid = [(config, frozenset(config.to_dict().items())) for config in valid_configs(problem, device)]
+    valid = [
+        (config, frozenset((config.family, *item) for item in config.to_dict().items()))
+        for config in valid_configs(problem, device)
+    ]
     open_values = frozenset().union(*(values for _, values in valid))
     chosen = []
     while open_values:

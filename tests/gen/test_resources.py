@@ -10,7 +10,9 @@ from bwdtune.gen.resources import blocks_per_sm, estimate, occupancy
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
 
-@pytest.mark.parametrize(("preset", "size"), [("v1", 81_936), ("v2", 81_936), ("v3", 73_744), ("t64", 99_136), ("t128", 231_104)])
+@pytest.mark.parametrize(
+    ("preset", "size"), [("v1", 81_936), ("v2", 81_936), ("v3", 73_744), ("t64", 99_136), ("t128", 231_104)]
+)
 def test_shared_memory_of_the_presets(preset: str, size: int) -> None:
     assert estimate(SEED, PRESETS[preset]).shared_memory_bytes == size
 

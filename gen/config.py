@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from .errors import UsageError
 MMA_ROWS = 16  # m of mma.m16n8k16
 MMA_COLUMNS = 8  # n
 MMA_DEPTH = 16  # k
+STAGGERED_WARPS = 8  # two for each of an SM's sub-partitions, which a block's warps go round
 
 
 @dataclass(frozen=True, order=True)
@@ -26,6 +28,11 @@ class _Parameters:
             value = getattr(self, name)
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise UsageError(f"{name} is {value!r}: it must be one of {', '.join(map(str, allowed))}")
+
+    @staticmethod
+    def contradiction(values: Mapping[str, Any]) -> str | None:
+        """Why these values do not go together, whatever the problem and the device; None where they do."""
+        return None
 
     @property
     def id(self) -> str:
@@ -188,6 +195,18 @@ class TransposedMmaConfig(_Parameters):
     staggered: bool = False
     min_blocks_per_sm: int = 1
     head_group: int = 4
+
+    @staticmethod
+    def contradiction(values: Mapping[str, Any]) -> str | None:
+        if values["exchange"] and values["query_groups"] == 1:
+            return "an exchange is between query groups: there is one"
+        if values["dv_first"] and not values["p_first"]:
+            return "dV before dP needs P before dP"
+        if values["p_in_fp16"] and not values["p_first"]:
+            return "P in fp16 needs P before dP"
+        if values["staggered"] and values["num_warps"] != STAGGERED_WARPS:
+            return f"staggered warps are pairs, one a sub-partition: {values['num_warps']} are not {STAGGERED_WARPS}"
+        return None
 
     @property
     def threads(self) -> int:

@@ -18,7 +18,6 @@ from .resources import blocks_per_sm, estimate, key_group_warps
 
 _LARGEST_HEAD_DIM = 256
 _FRAGMENT_COLUMNS = 16  # ldmatrix.x4 reads two 8-column B fragments at a time
-_SUB_PARTITIONS = 4  # of an SM; a block's warps go round them
 _WGMMA_HEAD_DIMS = (64, 128)
 _WGMMA_REGISTERS = 240  # what is left to each of 256 computing threads where 128 others have 24
 _SPACE_HASH_DIGITS = 12
@@ -30,6 +29,8 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
         return reason
     if config.threads > device.max_threads_per_block:
         return f"{config.threads} threads: a block has at most {device.max_threads_per_block}"
+    if reason := config.contradiction(vars(config)):
+        return reason
     if isinstance(config, TransposedMmaConfig):
         reason = _transposed_refusal(problem.head_dim, config)
     elif isinstance(config, WgmmaConfig):
@@ -90,14 +91,6 @@ def _mma_refusal(head_dim: int, config: MmaConfig) -> str | None:
 
 def _transposed_refusal(head_dim: int, config: TransposedMmaConfig) -> str | None:
     groups, warps, row_warps = config.query_groups, config.num_warps, config.dq_row_warps
-    if config.exchange and groups == 1:
-        return "an exchange is between query groups: there is one"
-    if config.dv_first and not config.p_first:
-        return "dV before dP needs P before dP"
-    if config.p_in_fp16 and not config.p_first:
-        return "P in fp16 needs P before dP"
-    if config.staggered and warps != 2 * _SUB_PARTITIONS:
-        return f"staggered warps are pairs, one a sub-partition: {warps} warps are not {2 * _SUB_PARTITIONS}"
     column_groups = groups if config.exchanges else 1
     divisions = (
         ("S", config.block_kv, "keys", warps // groups, MMA_ROWS),
@@ -134,11 +127,12 @@ def head_dim_refusal(head_dim: int) -> str | None:
 
 
 def all_configs() -> Iterator[Config]:
-    """Every point of every family, valid or not, in a fixed order."""
+    """Every point of every family that does not contradict itself, valid or not, in a fixed order."""
     for config_type in FAMILIES.values():
         for point in itertools.product(*config_type.choices.values()):
             values: dict[str, Any] = dict(zip(config_type.choices, point, strict=True))
-            yield config_type(**values)
+            if config_type.contradiction(values) is None:
+                yield config_type(**values)
 
 
 @functools.lru_cache(maxsize=16)

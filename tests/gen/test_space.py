@@ -93,7 +93,7 @@ def test_a_refusal_says_what_is_too_much(changes: dict[str, int], said: str) -> 
     [
         ({"query_groups": 1}, "an exchange is between query groups"),
         ({"p_first": False}, "dV before dP needs P before dP"),
-        ({"num_warps": 4}, "4 warps are not 8"),
+        ({"num_warps": 4}, "4 are not 8"),
         ({"block_kv": 64, "query_groups": 1, "exchange": False}, "S does not divide: 64 keys in 8 parts"),
         ({"block_q": 32}, "dQ does not divide: 32 queries in 4 parts are not a multiple of 16 each"),
         ({"v_in_registers": True, "q_stages": 3}, "registers a thread"),

@@ -267,6 +267,15 @@ class TestFailures:
         assert build_one(source(text), ARCH, cache=cache).status == "ok"
 
 
+def test_serialized_wgmma_is_a_failure(nvcc: NvccShim, cache: Path) -> None:
+    said = (
+        "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "insufficient register resources for the function 'backward_kernel'"
+    )
+    (variant,) = build([source(f'echo "{said}"; {SUCCEED}')], ARCH, cache=cache)
+    assert (variant.status, variant.error, variant.library) == ("failed", said, None)
+
+
 class TestRefusals:
     @pytest.mark.parametrize("jobs", [0, -1])
     def test_jobs_must_be_positive(self, nvcc: NvccShim, cache: Path, jobs: int) -> None:

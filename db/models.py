@@ -2,8 +2,8 @@
 
 A winner refers to its verification and measurement by composite foreign keys that carry the problem, the variant and
 the verdict, and CHECKs pin the verdict: a winner that did not pass, was not measured, or borrows another variant's
-verification cannot be stored by whatever program. Emulated results have a table of their own for their best, under the same rules:
-there none that was measured, among the winners none that was emulated.
+verification cannot be stored by whatever program. Emulated results have a table of their own for their best, under the
+same rules: there none that was measured, among the winners none that was emulated.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class MeasurementRow(Base):
     torch: Mapped[str] = mapped_column(sa.String(64))
     policy: Mapped[str] = mapped_column(sa.String(255))
     limits: Mapped[str] = mapped_column(sa.String(32))
-    """The empty string for the card's own limits: a NULL would switch the winners' foreign key off. Of an emulated one the
-    card that was emulated."""
+    """The empty string for the card's own limits: a NULL would switch the winners' foreign key off. Of an emulated one
+    the card that was emulated."""
     kind: Mapped[str] = mapped_column(sa.String(16))
     median_ms: Mapped[float]
     low_ms: Mapped[float]
@@ -164,7 +164,7 @@ class MeasurementRow(Base):
     """Of the main kernel on the longest SM; what emulated ones are ranked by."""
 
 
-def _best_of(kind: str) -> tuple[sa.SchemaItem, ...]:
+def _best_of(kind: str) -> tuple[sa.schema.SchemaItem, ...]:
     """What holds of a table of the best results of a kind."""
     return (
         sa.UniqueConstraint("problem_id", "gpu_name", "gpu_capability", "limits", name="key"),
@@ -197,8 +197,10 @@ def _best_of(kind: str) -> tuple[sa.SchemaItem, ...]:
     )
 
 
-class _Best:
+class BestRow(Base):
     """The columns of such a table."""
+
+    __abstract__ = True
 
     id: Mapped[int] = mapped_column(primary_key=True)
     problem_id: Mapped[int] = mapped_column(sa.ForeignKey("problems.id"))
@@ -214,12 +216,12 @@ class _Best:
     created_at: Mapped[datetime]
 
 
-class WinnerRow(_Best, Base):
+class WinnerRow(BestRow):
     __tablename__ = "winners"
     __table_args__ = _best_of("measured")
 
 
-class EmulatedBestRow(_Best, Base):
+class EmulatedBestRow(BestRow):
     """Its `limits` are the card that was emulated, its GPU the one that stood for it."""
 
     __tablename__ = "emulated_bests"

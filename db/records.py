@@ -120,8 +120,8 @@ class MeasurementRecord:
         high_ms: Upper end of the interval.
         samples: Number of samples.
         clock_mhz: SM clock while it ran, where it is known.
-        limits: The card whose limits the search kept to (``sm_120``), or None for the card's own. Of an emulated one the
-            card that was emulated.
+        limits: The card whose limits the search kept to (``sm_120``), or None for the card's own. Of an emulated one
+            the card that was emulated.
         kind: ``measured`` on the card, or ``emulated`` (which can never win).
         cycles: Median of the main kernel's cycles on the longest SM, where they were counted; an emulated one has them,
             and its times say nothing of the card that it stands for.
@@ -239,7 +239,8 @@ class Winner:
 
 @dataclass(frozen=True)
 class EmulatedBest:
-    """The best verified configuration for a problem on a card that another one stood for. No winner, and never used as one.
+    """The best verified configuration for a problem on a card that another one stood for. No winner, and never used as
+    one.
 
     Attributes:
         problem: The problem.

@@ -15,6 +15,7 @@ from ..gen.errors import BwdtuneError
 from ..gen.problem import Problem
 from .errors import InvalidRecord
 from .models import (
+    BestRow,
     ConfigurationRow,
     EmulatedBestRow,
     MeasurementRow,
@@ -116,7 +117,7 @@ def select_emulated_bests(*conditions: Condition) -> sa.Executable:
     return _select_best(EmulatedBestRow, *conditions)
 
 
-def _select_best(best: type[WinnerRow] | type[EmulatedBestRow], *conditions: Condition) -> sa.Executable:
+def _select_best(best: type[BestRow], *conditions: Condition) -> sa.Executable:
     return (
         sa.select(best, ProblemRow, VariantRow, ConfigurationRow, MeasurementRow, VerificationRow)
         .join(ProblemRow, ProblemRow.id == best.problem_id)

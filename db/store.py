@@ -31,6 +31,7 @@ from .errors import (
 )
 from .models import (
     Base,
+    BestRow,
     ConfigurationRow,
     EmulatedBestRow,
     MeasurementRow,
@@ -278,7 +279,9 @@ class Store:
             NotAWinner: It was not verified, not measured, or the ids belong to something else.
         """
 
-        return self._set_best(WinnerRow, MEASURED, problem, environment, limits, measurement_id, verification_id, partial)
+        return self._set_best(
+            WinnerRow, MEASURED, problem, environment, limits, measurement_id, verification_id, partial
+        )
 
     def set_emulated_best(
         self,
@@ -311,7 +314,7 @@ class Store:
 
     def _set_best(
         self,
-        best: type[WinnerRow] | type[EmulatedBestRow],
+        best: type[BestRow],
         kind: str,
         problem: Problem,
         environment: Environment,
@@ -509,10 +512,11 @@ def _refuse_loser(
             raise NotAWinner(f"this cannot be the winner: {reason}")
 
 
-def _beats(
-    session: Session, challenger: MeasurementRow, partial: bool, present: WinnerRow | EmulatedBestRow
-) -> bool:
-    """Whether a measurement is better than the present winner; see `Store.set_winner`. Of emulated ones cycles decide."""
+def _beats(session: Session, challenger: MeasurementRow, partial: bool, present: BestRow) -> bool:
+    """Whether a measurement is better than the present winner; see `Store.set_winner`.
+
+    Of emulated ones cycles decide.
+    """
     column = MeasurementRow.cycles if challenger.kind == EMULATED else MeasurementRow.median_ms
     mine = session.get(VariantRow, challenger.variant_id)
     its = session.get(VariantRow, present.variant_id)

@@ -32,6 +32,7 @@ class MmaConfig:
     """
 
     family: ClassVar[str] = "mma"
+    group: ClassVar[str] = "mma"
     choices: ClassVar[dict[str, tuple[int | bool, ...]]] = {
         "block_q": (16, 32, 64, 128),
         "block_kv": (32, 64, 128),

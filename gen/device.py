@@ -59,8 +59,8 @@ RTX_5090 = Device(
     bandwidth_tb_s=1.792,
     clocks_per_mma=32.0,
 )
-"""NVIDIA's RTX Blackwell whitepaper; the peak is at the rated boost clock, as the write-up locks it. The mma rate is that
-peak's: 209.5 TFLOPS are 4096 operations of a sub-partition in 32 clocks."""
+"""NVIDIA's RTX Blackwell whitepaper; the peak is at the rated boost clock, as the write-up locks it. The mma rate is
+that peak's: 209.5 TFLOPS are 4096 operations of a sub-partition in 32 clocks."""
 
 H200 = Device(
     name="NVIDIA H200",
@@ -75,8 +75,8 @@ H200 = Device(
     bandwidth_tb_s=4.8,
     clocks_per_mma=6.08,
 )
-"""NVIDIA's H200 data sheet: dense peak, of `wgmma`; `mma.sync` reaches about two thirds of it, 639 TFLOPS at 1.84 GHz on a
-card where this project has measured it."""
+"""NVIDIA's H200 data sheet: dense peak, of `wgmma`; `mma.sync` reaches about two thirds of it, 639 TFLOPS at 1.84 GHz
+on a card where this project has measured it."""
 
 H100 = Device(
     name="NVIDIA H100 80GB HBM3",
@@ -106,8 +106,8 @@ HOST = Device(
     bandwidth_tb_s=1.0,
     clocks_per_mma=H200.clocks_per_mma,
 )
-"""The CPU that executes a kernel as plain C++, with an H200's limits so that every kernel runs there, an emulated one too. It
-has no peak: its rates are placeholders, and no percentage is taken of them."""
+"""The CPU that executes a kernel as plain C++, with an H200's limits so that every kernel runs there, an emulated one
+too. It has no peak: its rates are placeholders, and no percentage is taken of them."""
 
 KNOWN_DEVICES = (RTX_5090, H200, H100, HOST)
 _BY_ARCH = {"sm_120": RTX_5090, "sm_120a": RTX_5090, "sm_90": H200, "sm_90a": H200, HOST_ARCH: HOST}

@@ -58,8 +58,8 @@ def render(
 ) -> Source:
     """The source of one kernel. Whether the configuration is valid for the problem is `space.refusal`'s to say.
 
-    Depends on the problem's dtype, head_dim and mask, and on the configuration; on nothing else, unless asked for a build that
-    is only measured, never used:
+    Depends on the problem's dtype, head_dim and mask, and on the configuration; on nothing else, unless asked for a
+    build that is only measured, never used:
 
     Args:
         problem: The problem.

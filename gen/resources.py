@@ -91,8 +91,8 @@ def occupancy(device: Device, *, threads: int, registers: int, shared_memory_byt
 def mma_count(problem: Problem, config: Config) -> int:
     """The m16n8k16 products of a launch of the main kernel, tails and masked elements of a tile included.
 
-    A block has a tile of keys and meets every tile of queries, of a causal mask those from its first key on: five products of
-    ``block_q`` x ``block_kv`` x ``head_dim`` each.
+    A block has a tile of keys and meets every tile of queries, of a causal mask those from its first key on: five
+    products of ``block_q`` x ``block_kv`` x ``head_dim`` each.
     """
     query_tiles = ceil_div(problem.seqlen_q, config.block_q)
     met = 0
@@ -102,13 +102,11 @@ def mma_count(problem: Problem, config: Config) -> int:
     return problem.batch * problem.heads_q * met * tile
 
 
-def tensor_activity(
-    problem: Problem, config: Config, device: Device, *, cycles: float, clocks_per_mma: float
-) -> float:
+def tensor_activity(problem: Problem, config: Config, device: Device, *, cycles: float, clocks_per_mma: float) -> float:
     """How much of the time the tensor cores work: ``mma_count x clocks_per_mma / (sub-partitions x cycles)``, 0 to 1.
 
-    The mma are those of all SMs, and so are the sub-partitions: four an SM. The cycles are those of the SM that took longest,
-    so an uneven end counts as idle time.
+    The mma are those of all SMs, and so are the sub-partitions: four an SM. The cycles are those of the SM that took
+    longest, so an uneven end counts as idle time.
 
     Args:
         problem: What is computed.

@@ -111,14 +111,13 @@ class Launch:
         """
         self.call(self.arguments)
 
-    def cycles(self) -> int | None:
+    def cycles(self) -> int:
         """How long the last launch's main kernel took on the SM that it took longest on, by that SM's own clock.
 
-        From the first start of a block to the last end of one. Waits for the launch. None where the kernel is not built to
-        count them: see `gen.render.render`.
+        From the first start of a block to the last end of one. Waits for the launch. Of kernels that count them alone,
+        and until another one has used the workspace.
         """
-        if self.probe is None:
-            return None
+        assert self.probe, "this kernel is not built to count its cycles"
         start, end = self.tensors[-1][self.probe].view(torch.int64).view(-1, 2).cpu().unbind(1)
         return int((end - start)[end > 0].max())
 

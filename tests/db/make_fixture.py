@@ -46,7 +46,9 @@ def main() -> None:
             )
             store.set_winner(problem, environment, None, measurement, verification)
     emulated = replace(square, batch=1)
-    variant = store.record_variant(emulated, VariantRecord(PRESETS["v3"], "with dummies", "templates", "sm_90a", "13.0.88"))
+    variant = store.record_variant(
+        emulated, VariantRecord(PRESETS["v3"], "with dummies", "templates", "sm_90a", "13.0.88")
+    )
     verification = store.record_verification(emulated, variant, VerificationRecord(True, 2e-3))
     record = MeasurementRecord(
         environment, "race-1", 14.0, 13.9, 14.1, 30, limits="sm_120", kind=EMULATED, cycles=25.5e6

@@ -95,10 +95,11 @@ class BenchReport:
         """The write-up's table; a kernel that did not run has its reason for a time."""
         from rich.table import Table
 
-        limits = f", within the limits of {self.limits}" if self.limits else ""
-        title = f"backward, {self.problem.label} on {self.environment.gpu.name}{limits}"
+        title = f"backward, {self.problem.label} on {self.environment.gpu.name}"
         if self.emulate:
-            title += f": emulated at the pace of {self.emulate}, not measured on one"
+            title += f", emulated: at the pace of {self.emulate}"
+        elif self.limits:
+            title += f", within the limits of {self.limits}"
         table = Table(
             title=title, caption="\n".join(self.notices) or None, title_justify="left", caption_justify="left"
         )
@@ -168,8 +169,6 @@ def check_kernels(kernels: Sequence[str], direction: str, limits: str | None, em
         raise UsageError(f"unknown limits {limits!r}: use {', '.join(LIMITS)}")
     if emulate is not None and emulate not in EMULATED:
         raise UsageError(f"unknown card to emulate {emulate!r}: use {', '.join(EMULATED)}")
-    if emulate and limits not in (None, emulate):
-        raise UsageError(f"--emulate {emulate} keeps to that card's limits: leave --limits {limits} out")
     for name in PEERS if emulate else ():
         if name in kernels:
             raise UsageError(f"{name} is PyTorch's: only kernels that are generated here can be emulated")

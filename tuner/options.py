@@ -52,8 +52,6 @@ class SearchOptions:
             raise UsageError(f"unknown limits {self.limits!r}: use {', '.join(LIMITS)}")
         if self.emulate is not None and self.emulate not in EMULATED:
             raise UsageError(f"unknown card to emulate {self.emulate!r}: use {', '.join(EMULATED)}")
-        if self.emulate and self.limits not in (None, self.emulate):
-            raise UsageError(f"--emulate {self.emulate} keeps to that card's limits: leave --limits {self.limits} out")
         if self.trials < 1:
             raise UsageError(f"trials is {self.trials}: it must be at least 1")
         if self.time_s is not None and not self.time_s > 0:

@@ -220,10 +220,10 @@ class SearchResult:
         from rich.table import Table
 
         title = f"{self.problem.label} on {self.device.name}"
-        if self.limits:
-            title += f", within the limits of {self.limits}"
         if self.emulate:
-            title += f": emulated at the pace of {self.emulate}, not measured on one"
+            title += f", emulated: at the pace of {self.emulate}"
+        elif self.limits:
+            title += f", within the limits of {self.limits}"
         table = Table(title=title, title_justify="left")
         table.add_column("kernel")
         table.add_column("configuration")

@@ -55,6 +55,7 @@ class FakeBuilder:
         broken: Configurations that do not compile.
         spills: Bytes that a configuration spills for a target.
         lasting: Whether what does not compile never will.
+        registers: A thread's registers for a target, with dummy mma in it or not.
         delay_s: How long a compile takes.
         compiled: What it was asked for: configuration and target.
         sources: The sources of it, and the target.
@@ -63,6 +64,7 @@ class FakeBuilder:
     broken: Callable[[Config], bool] = lambda config: False
     spills: Callable[[Config, str], int] = lambda config, arch: 0
     lasting: bool = True
+    registers: Callable[[Source, str], int] = lambda source, arch: 168
     delay_s: float = 0.0
     compiled: list[tuple[Config, str]] = field(default_factory=list)
     sources: list[tuple[Source, str]] = field(default_factory=list)
@@ -80,7 +82,9 @@ class FakeBuilder:
             library=Path("/nowhere") / f"{source.name}.so" if ok else None,
             key=source.name,
             toolchain=TOOLKIT,
-            resources=CompiledResources(168, self.spills(source.config, arch), 0, 0, 1) if ok else None,
+            resources=CompiledResources(self.registers(source, arch), self.spills(source.config, arch), 0, 0, 1)
+            if ok
+            else None,
             status="ok" if ok else "failed",
             error="" if ok else "error: expected a ';'",
             log=None,

@@ -19,7 +19,7 @@ from ..gen.device import Device
 from ..gen.emulation import emulation
 from ..gen.problem import Problem
 from ..gen.render import Source, render, template_hash
-from ..gen.resources import estimate, occupancy
+from ..gen.resources import blocks_per_sm, estimate, occupancy
 from ..gen.space import refused_configs, valid_configs
 from .compilers import Compilers
 from .interrupts import Interrupts
@@ -324,7 +324,34 @@ class CandidateSearch(ABC):
                 return Compiled(None, limits_variant, refused)
         variant = self._builder(candidate.source, self.device.arch)
         bound = EMULATED_SPILL_BOUND_BYTES if self.options.emulate else SPILL_BOUND_BYTES
-        return Compiled(variant, limits_variant, _refused(variant, None if exempt else bound))
+        refused = _refused(variant, None if exempt else bound)
+        if limits_variant and self.options.emulate and not exempt:
+            refused = refused or self._fewer_blocks(variant, limits_variant)
+        return Compiled(variant, limits_variant, refused)
+
+    def _fewer_blocks(self, emulated: Variant, real: Variant) -> Outcome | None:
+        """That an emulated build has too many registers for as many blocks an SM as the kernel itself has on its
+        card.
+        """
+        if not (emulated.resources and real.resources):
+            return None
+        needs = estimate(self.problem, real.source.config)
+        emulated_blocks, real_blocks = (
+            blocks_per_sm(
+                self.space_device,
+                threads=needs.threads,
+                registers=compiled.registers,
+                shared_memory_bytes=needs.shared_memory_bytes,
+            )
+            for compiled in (emulated.resources, real.resources)
+        )
+        if emulated_blocks >= real_blocks:
+            return None
+        return Outcome(
+            "refused",
+            reason=f"{emulated.resources.registers} registers with dummy mma leave {emulated_blocks} blocks an SM, and "
+            f"{real.resources.registers} without {real_blocks}: it would be another kernel's pace",
+        )
 
     def _time_left_s(self) -> float | None:
         limit = self.options.time_s

@@ -37,6 +37,8 @@ from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import H200, HOST, RTX_5090
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import Source
+from bwdtune.gen.resources import estimate
 from bwdtune.gen.space import refusal, valid_configs
 from bwdtune.gen.toolchain import find_compiler
 from bwdtune.tuner.candidates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
@@ -397,6 +399,24 @@ def test_spare_accumulators_may_spill_a_little(database: Path) -> None:
     result = run_search(database, builder=FakeBuilder(spills=spills), trials=30, emulate="sm_120")
     assert result.counts.measured
     assert {config.stages for config, reason in result.failures} == {3}
+
+
+def test_an_emulated_build_with_fewer_blocks_an_sm_is_refused(database: Path) -> None:
+    """Where shared memory leaves room for two blocks or more of a 5090's SM, registers that only one can have change
+    the pace.
+    """
+
+    def registers(source: Source, arch: str) -> int:
+        return min(65_536 // source.config.threads, 255) if source.emulate else 64
+
+    problem = Problem.parse("8_16_4096_64")
+    builder = FakeBuilder(registers=registers)
+    result = run_search(database, problem=problem, builder=builder, trials=20, sampler="random", emulate="sm_120")
+    refused = [config for config, reason in result.failures if "another kernel's pace" in reason]
+    room = RTX_5090.shared_memory_per_sm_bytes // 2 - RTX_5090.reserved_shared_memory_per_block_bytes
+    assert refused
+    assert all(estimate(problem, config).shared_memory_bytes <= room for config in refused)
+    assert result.counts.measured
 
 
 def test_an_interrupted_emulated_search_keeps_its_best(database: Path) -> None:

@@ -2,7 +2,8 @@
 
 A winner refers to its verification and measurement by composite foreign keys that carry the problem, the variant and
 the verdict, and CHECKs pin the verdict: a winner that did not pass, was not measured, or borrows another variant's
-verification cannot be stored by whatever program.
+verification cannot be stored by whatever program. Emulated results have a table of their own for their best, under the
+same rules: there none that was measured, among the winners none that was emulated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 VERSION_TABLE = "bwdtune_schema_version"
 """Alembic's version table. Not Alembic's own name for it: Optuna keeps its `alembic_version` in the same database."""
 
-SCHEMA = "0001"
+SCHEMA = "0002"
 """The schema of this version of the program: the newest revision in `migrations`."""
 
 # CHECKs cannot name infinity portably. NaN fails as well: SQLite makes it NULL, PostgreSQL puts it above all numbers.
@@ -136,6 +137,8 @@ class MeasurementRow(Base):
         sa.CheckConstraint("low_ms <= median_ms AND median_ms <= high_ms", name="interval"),
         sa.CheckConstraint("samples > 0", name="samples"),
         sa.CheckConstraint("kind IN ('measured', 'emulated')", name="kind"),
+        sa.CheckConstraint(f"cycles IS NULL OR ({_TIME.format('cycles')})", name="cycles"),
+        sa.CheckConstraint("kind = 'measured' OR (cycles IS NOT NULL AND limits <> '')", name="emulated"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -148,7 +151,8 @@ class MeasurementRow(Base):
     torch: Mapped[str] = mapped_column(sa.String(64))
     policy: Mapped[str] = mapped_column(sa.String(255))
     limits: Mapped[str] = mapped_column(sa.String(32))
-    """The empty string for the card's own limits: a NULL would switch the winners' foreign key off."""
+    """The empty string for the card's own limits: a NULL would switch the winners' foreign key off. Of an emulated one
+    the card that was emulated."""
     kind: Mapped[str] = mapped_column(sa.String(16))
     median_ms: Mapped[float]
     low_ms: Mapped[float]
@@ -156,11 +160,13 @@ class MeasurementRow(Base):
     samples: Mapped[int]
     clock_mhz: Mapped[float | None]
     created_at: Mapped[datetime]
+    cycles: Mapped[float | None]
+    """Of the main kernel on the longest SM; what emulated ones are ranked by."""
 
 
-class WinnerRow(Base):
-    __tablename__ = "winners"
-    __table_args__ = (
+def _best_of(kind: str) -> tuple[sa.schema.SchemaItem, ...]:
+    """What holds of a table of the best results of a kind."""
+    return (
         sa.UniqueConstraint("problem_id", "gpu_name", "gpu_capability", "limits", name="key"),
         sa.ForeignKeyConstraint(
             ["verification_id", "problem_id", "variant_id", "verification_passed"],
@@ -187,8 +193,14 @@ class WinnerRow(Base):
             ],
         ),
         sa.CheckConstraint("verification_passed = true", name="verified"),
-        sa.CheckConstraint("measurement_kind = 'measured'", name="measured"),
+        sa.CheckConstraint(f"measurement_kind = '{kind}'", name=kind),
     )
+
+
+class BestRow(Base):
+    """The columns of such a table."""
+
+    __abstract__ = True
 
     id: Mapped[int] = mapped_column(primary_key=True)
     problem_id: Mapped[int] = mapped_column(sa.ForeignKey("problems.id"))
@@ -202,3 +214,15 @@ class WinnerRow(Base):
     verification_passed: Mapped[bool]
     partial: Mapped[bool]
     created_at: Mapped[datetime]
+
+
+class WinnerRow(BestRow):
+    __tablename__ = "winners"
+    __table_args__ = _best_of("measured")
+
+
+class EmulatedBestRow(BestRow):
+    """Its `limits` are the card that was emulated, its GPU the one that stood for it."""
+
+    __tablename__ = "emulated_bests"
+    __table_args__ = _best_of("emulated")

@@ -120,11 +120,15 @@ class MeasurementRecord:
         high_ms: Upper end of the interval.
         samples: Number of samples.
         clock_mhz: SM clock while it ran, where it is known.
-        limits: The card whose limits the search kept to (``sm_120``), or None for the card's own.
+        limits: The card whose limits the search kept to (``sm_120``), or None for the card's own. Of an emulated one
+            the card that was emulated.
         kind: ``measured`` on the card, or ``emulated`` (which can never win).
+        cycles: Median of the main kernel's cycles on the longest SM, where they were counted; an emulated one has them,
+            and its times say nothing of the card that it stands for.
 
     Raises:
-        InvalidRecord: A time is not a positive finite number, or the median lies outside its interval.
+        InvalidRecord: A time or a number of cycles is not positive and finite, the median lies outside its interval, or
+            an emulated one has no cycles or no card.
     """
 
     environment: Environment
@@ -136,8 +140,13 @@ class MeasurementRecord:
     clock_mhz: float | None = None
     limits: str | None = None
     kind: str = MEASURED
+    cycles: float | None = None
 
     def __post_init__(self) -> None:
+        if self.cycles is not None and not (math.isfinite(self.cycles) and self.cycles > 0):
+            raise InvalidRecord(f"not a number of cycles: {self.cycles}")
+        if self.kind == EMULATED and (self.cycles is None or self.limits is None):
+            raise InvalidRecord("an emulated measurement needs its cycles, and the card that was emulated")
         if self.kind not in (MEASURED, EMULATED):
             raise InvalidRecord(f"a measurement's kind is {self.kind!r}: it must be {MEASURED} or {EMULATED}")
         times = (self.low_ms, self.median_ms, self.high_ms)
@@ -176,10 +185,15 @@ class StoredMeasurement:
     created_at: datetime
 
     @property
+    def verified(self) -> bool:
+        """Whether its variant is verified."""
+        passed = self.verification is not None and self.verification.passed
+        return passed and self.variant.status == "ok"
+
+    @property
     def valid(self) -> bool:
         """Whether it was measured on a card and its variant is verified: whether it may win."""
-        passed = self.verification is not None and self.verification.passed
-        return passed and self.variant.status == "ok" and self.record.kind == MEASURED
+        return self.verified and self.record.kind == MEASURED
 
 
 @dataclass(frozen=True)
@@ -220,6 +234,42 @@ class Winner:
     partial: bool
     policy: str
     limits: str | None
+    created_at: datetime
+
+
+@dataclass(frozen=True)
+class EmulatedBest:
+    """The best verified configuration for a problem on a card that another one stood for. No winner, and never used as
+    one.
+
+    Attributes:
+        problem: The problem.
+        config: Its configuration, checked.
+        target: The card that was emulated, such as ``sm_120``.
+        environment: Where it ran.
+        source_hash: Hash of the source that ran, with its dummy mma.
+        template_hash: Hash of the templates that it came from.
+        cycles: Median cycles of the main kernel on the longest SM.
+        max_error: Largest relative L2 error of its verification.
+        registers: Registers a thread of what ran, where the compiler says so.
+        spill_bytes: Its spill stores and loads.
+        partial: Whether the search was interrupted.
+        policy: How it was timed.
+        created_at: UTC.
+    """
+
+    problem: Problem
+    config: Config
+    target: str
+    environment: Environment
+    source_hash: str
+    template_hash: str
+    cycles: float
+    max_error: float
+    registers: int | None
+    spill_bytes: int | None
+    partial: bool
+    policy: str
     created_at: datetime
 
 

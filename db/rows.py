@@ -14,8 +14,18 @@ from ..gen.config import Config, config_from_dict
 from ..gen.errors import BwdtuneError
 from ..gen.problem import Problem
 from .errors import InvalidRecord
-from .models import ConfigurationRow, MeasurementRow, ProblemRow, VariantRow, VerificationRow, WinnerRow
+from .models import (
+    BestRow,
+    ConfigurationRow,
+    EmulatedBestRow,
+    MeasurementRow,
+    ProblemRow,
+    VariantRow,
+    VerificationRow,
+    WinnerRow,
+)
 from .records import (
+    EmulatedBest,
     Environment,
     GpuKey,
     MeasurementRecord,
@@ -99,13 +109,22 @@ def select_measurements(*conditions: Condition) -> sa.Executable:
 
 def select_winners(*conditions: Condition) -> sa.Executable:
     """For `winner_record`; by problem, card and limits."""
+    return _select_best(WinnerRow, *conditions)
+
+
+def select_emulated_bests(*conditions: Condition) -> sa.Executable:
+    """For `emulated_best`; by problem, card and the card that was emulated."""
+    return _select_best(EmulatedBestRow, *conditions)
+
+
+def _select_best(best: type[BestRow], *conditions: Condition) -> sa.Executable:
     return (
-        sa.select(WinnerRow, ProblemRow, VariantRow, ConfigurationRow, MeasurementRow, VerificationRow)
-        .join(ProblemRow, ProblemRow.id == WinnerRow.problem_id)
-        .join(VariantRow, VariantRow.id == WinnerRow.variant_id)
+        sa.select(best, ProblemRow, VariantRow, ConfigurationRow, MeasurementRow, VerificationRow)
+        .join(ProblemRow, ProblemRow.id == best.problem_id)
+        .join(VariantRow, VariantRow.id == best.variant_id)
         .join(ConfigurationRow, ConfigurationRow.id == VariantRow.configuration_id)
-        .join(MeasurementRow, MeasurementRow.id == WinnerRow.measurement_id)
-        .join(VerificationRow, VerificationRow.id == WinnerRow.verification_id)
+        .join(MeasurementRow, MeasurementRow.id == best.measurement_id)
+        .join(VerificationRow, VerificationRow.id == best.verification_id)
         .where(*conditions, VerificationRow.passed)
         .order_by(
             ProblemRow.dtype,
@@ -115,8 +134,8 @@ def select_winners(*conditions: Condition) -> sa.Executable:
             ProblemRow.heads_q,
             ProblemRow.seqlen_q,
             ProblemRow.id,
-            WinnerRow.gpu_name,
-            WinnerRow.limits,
+            best.gpu_name,
+            best.limits,
         )
     )
 
@@ -253,6 +272,7 @@ def measurement_columns(measurement: MeasurementRecord) -> dict[str, Any]:
         "high_ms": measurement.high_ms,
         "samples": measurement.samples,
         "clock_mhz": measurement.clock_mhz,
+        "cycles": measurement.cycles,
     }
 
 
@@ -289,6 +309,7 @@ def _measurement(row: MeasurementRow, arch: str) -> MeasurementRecord:
         clock_mhz=row.clock_mhz,
         limits=row.limits or None,
         kind=row.kind,
+        cycles=row.cycles,
     )
 
 
@@ -337,5 +358,34 @@ def winner_record(
         partial=row.partial,
         policy=measured.policy,
         limits=measured.limits,
+        created_at=row.created_at.replace(tzinfo=timezone.utc),
+    )
+
+
+def emulated_best(
+    row: EmulatedBestRow,
+    problem: ProblemRow,
+    variant: VariantRow,
+    configuration: ConfigurationRow,
+    measurement: MeasurementRow,
+    verification: VerificationRow,
+) -> EmulatedBest:
+    emulated = _measurement(measurement, variant.arch)
+    compiled = variant_record(variant, configuration)
+    if emulated.cycles is None:
+        raise AssertionError("the schema sees to that")
+    return EmulatedBest(
+        problem=_problem(problem),
+        config=compiled.config,
+        target=row.limits,
+        environment=emulated.environment,
+        source_hash=compiled.source_hash,
+        template_hash=compiled.template_hash,
+        cycles=emulated.cycles,
+        max_error=_verification(verification).max_error,
+        registers=compiled.registers,
+        spill_bytes=compiled.spill_bytes,
+        partial=row.partial,
+        policy=emulated.policy,
         created_at=row.created_at.replace(tzinfo=timezone.utc),
     )

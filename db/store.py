@@ -29,9 +29,21 @@ from .errors import (
     NotAWinner,
     ReadOnlyDatabase,
 )
-from .models import Base, ConfigurationRow, MeasurementRow, ProblemRow, VariantRow, VerificationRow, WinnerRow
+from .models import (
+    Base,
+    BestRow,
+    ConfigurationRow,
+    EmulatedBestRow,
+    MeasurementRow,
+    ProblemRow,
+    VariantRow,
+    VerificationRow,
+    WinnerRow,
+)
 from .records import (
+    EMULATED,
     MEASURED,
+    EmulatedBest,
     Environment,
     GpuKey,
     MeasurementRecord,
@@ -125,9 +137,11 @@ class Store:
         return self._again_after(make, DatabaseUnavailable)
 
     @staticmethod
-    def study_name(problem: Problem, device: Device, limits: str | None, space_hash: str) -> str:
+    def study_name(
+        problem: Problem, device: Device, limits: str | None, space_hash: str, *, emulate: str | None = None
+    ) -> str:
         """The name of the Optuna study of a search: a changed space or template is another study."""
-        kept_to = f" limits {limits}" if limits else ""
+        kept_to = f" emulating {emulate}" if emulate else f" limits {limits}" if limits else ""
         return f"{problem.label} on {device.name} ({device.arch}){kept_to} space {space_hash}"
 
     # What was built, checked and timed
@@ -180,7 +194,8 @@ class Store:
             session.add(row)
             session.flush()
             if not verification.passed:
-                session.execute(sa.delete(WinnerRow).where(*rows.equal(WinnerRow, **about)))
+                for best in (WinnerRow, EmulatedBestRow):
+                    session.execute(sa.delete(best).where(*rows.equal(best, **about)))
             return row.id
 
         return self._write(work)
@@ -218,16 +233,17 @@ class Store:
         *,
         policy: str,
         source_hash: str,
+        kind: str = MEASURED,
     ) -> StoredMeasurement | None:
-        """The newest valid measurement of the same thing under the same conditions, so that nobody repeats it."""
+        """The newest measurement of the same thing, verified, under the same conditions, so that nobody repeats it."""
         conditions = [
             *rows.equal(ProblemRow, **rows.identity_of(problem)),
             *rows.equal(ConfigurationRow, name=rows.config_name(config)),
             *rows.equal(VariantRow, source_hash=source_hash, arch=environment.arch),
-            *rows.equal(MeasurementRow, **rows.condition_columns(environment, policy, limits)),
+            *rows.equal(MeasurementRow, kind=kind, **rows.condition_columns(environment, policy, limits)),
         ]
         found = self._read(rows.select_measurements(*conditions), rows.stored_measurement)
-        return max((one for one in found if one.valid), key=lambda one: one.id, default=None)
+        return max((one for one in found if one.verified), key=lambda one: one.id, default=None)
 
     # Which won
 
@@ -263,6 +279,50 @@ class Store:
             NotAWinner: It was not verified, not measured, or the ids belong to something else.
         """
 
+        return self._set_best(
+            WinnerRow, MEASURED, problem, environment, limits, measurement_id, verification_id, partial
+        )
+
+    def set_emulated_best(
+        self,
+        problem: Problem,
+        environment: Environment,
+        target: str,
+        measurement_id: int,
+        verification_id: int,
+        partial: bool = False,
+    ) -> bool:
+        """Proposes the best configuration of an emulated card, as `set_winner` does a winner; cycles decide.
+
+        Args:
+            problem: The problem.
+            environment: Where it ran.
+            target: The card that was emulated.
+            measurement_id: The emulated measurement it is best by.
+            verification_id: A passing verification of the same variant at the same problem.
+            partial: Whether the search was interrupted.
+
+        Returns:
+            Whether it is the best now.
+
+        Raises:
+            NotAWinner: It was not verified, not emulated, or the ids belong to something else.
+        """
+        return self._set_best(
+            EmulatedBestRow, EMULATED, problem, environment, target, measurement_id, verification_id, partial
+        )
+
+    def _set_best(
+        self,
+        best: type[BestRow],
+        kind: str,
+        problem: Problem,
+        environment: Environment,
+        limits: str | None,
+        measurement_id: int,
+        verification_id: int,
+        partial: bool,
+    ) -> bool:
         def work(session: Session) -> bool:
             measurement = session.get(MeasurementRow, measurement_id)
             verification = session.get(VerificationRow, verification_id)
@@ -272,13 +332,11 @@ class Store:
                 "problem_id": _problem_id(session, problem, measurement.variant_id),
                 **rows.card_columns(environment.gpu, limits),
             }
-            _refuse_loser(session, key, measurement, verification)
-            present = session.scalars(
-                sa.select(WinnerRow).where(*rows.equal(WinnerRow, **key)).with_for_update()
-            ).one_or_none()
+            _refuse_loser(session, key, measurement, verification, kind)
+            present = session.scalars(sa.select(best).where(*rows.equal(best, **key)).with_for_update()).one_or_none()
             if present and not _beats(session, measurement, partial, present):
                 return False
-            row = present or WinnerRow(**key)
+            row = present or best(**key)
             row.variant_id = measurement.variant_id
             row.measurement_id, row.measurement_kind = measurement.id, measurement.kind
             row.verification_id, row.verification_passed = verification.id, verification.passed
@@ -308,6 +366,18 @@ class Store:
     def winners(self) -> list[Winner]:
         """All of them, by problem, card and limits."""
         return self._read(rows.select_winners(), rows.winner_record)
+
+    def emulated_best(self, problem: Problem, gpu: GpuKey, target: str) -> EmulatedBest | None:
+        """The best configuration for a problem on a card that `gpu` stood for, or None."""
+        conditions = [
+            *rows.equal(ProblemRow, **rows.identity_of(problem)),
+            *rows.equal(EmulatedBestRow, **rows.card_columns(gpu, target)),
+        ]
+        return next(iter(self._read(rows.select_emulated_bests(*conditions), rows.emulated_best)), None)
+
+    def emulated_bests(self) -> list[EmulatedBest]:
+        """All of them, by problem, card and the card that was emulated."""
+        return self._read(rows.select_emulated_bests(), rows.emulated_best)
 
     def measurements(self, problem: Problem | None = None) -> list[StoredMeasurement]:
         """All of them, or those of one problem; fastest first."""
@@ -413,7 +483,7 @@ def _problem_id(session: Session, problem: Problem, variant_id: int) -> int:
 
 
 def _refuse_loser(
-    session: Session, key: dict[str, Any], measurement: MeasurementRow, verification: VerificationRow
+    session: Session, key: dict[str, Any], measurement: MeasurementRow, verification: VerificationRow, kind: str
 ) -> None:
     """The schema refuses most of this too, but not in words.
 
@@ -428,7 +498,7 @@ def _refuse_loser(
         "its measurement is of another problem, card or limits": any(
             getattr(measurement, name) != value for name, value in key.items()
         ),
-        f"it was {measurement.kind}, not measured": measurement.kind != MEASURED,
+        f"it was {measurement.kind}, not {kind}": measurement.kind != kind,
         "its verification is of another problem or variant": (verification.problem_id, verification.variant_id)
         != (problem_id, variant_id),
         "it did not pass verification": not verification.passed
@@ -442,8 +512,12 @@ def _refuse_loser(
             raise NotAWinner(f"this cannot be the winner: {reason}")
 
 
-def _beats(session: Session, challenger: MeasurementRow, partial: bool, present: WinnerRow) -> bool:
-    """Whether a measurement is better than the present winner; see `Store.set_winner`."""
+def _beats(session: Session, challenger: MeasurementRow, partial: bool, present: BestRow) -> bool:
+    """Whether a measurement is better than the present winner; see `Store.set_winner`.
+
+    Of emulated ones cycles decide.
+    """
+    column = MeasurementRow.cycles if challenger.kind == EMULATED else MeasurementRow.median_ms
     mine = session.get(VariantRow, challenger.variant_id)
     its = session.get(VariantRow, present.variant_id)
     configuration = session.get(ConfigurationRow, its.configuration_id) if its else None
@@ -456,8 +530,8 @@ def _beats(session: Session, challenger: MeasurementRow, partial: bool, present:
     yields = present.partial or not partial or its.template_hash != mine.template_hash
     if mine.configuration_id == its.configuration_id:
         return yields and challenger.id >= present.measurement_id  # the same one, with its newest time
-    time_ms = session.scalars(
-        sa.select(MeasurementRow.median_ms)
+    its_best = session.scalars(
+        sa.select(column)
         .join(VariantRow, VariantRow.id == MeasurementRow.variant_id)
         .where(
             *rows.equal(
@@ -476,4 +550,7 @@ def _beats(session: Session, challenger: MeasurementRow, partial: bool, present:
         .order_by(MeasurementRow.id.desc())
         .limit(1)
     ).first()
-    return yields if time_ms is None else challenger.median_ms < time_ms
+    mine_best = challenger.cycles if challenger.kind == EMULATED else challenger.median_ms
+    if its_best is None or mine_best is None:
+        return yields
+    return mine_best < its_best

@@ -20,6 +20,7 @@ class _Parameters:
     """What the families' configurations share: dataclasses of integers and booleans, each one of declared choices."""
 
     family: ClassVar[str]
+    group: ClassVar[str]
     abbreviations: ClassVar[dict[str, str]]
     choices: ClassVar[dict[str, tuple[int | bool, ...]]]
 
@@ -65,6 +66,7 @@ class MmaConfig(_Parameters):
     """
 
     family: ClassVar[str] = "mma"
+    group: ClassVar[str] = "mma"
     abbreviations: ClassVar[dict[str, str]] = {
         "block_q": "q",
         "block_kv": "kv",
@@ -142,6 +144,7 @@ class TransposedMmaConfig(_Parameters):
     """
 
     family: ClassVar[str] = "mmat"
+    group: ClassVar[str] = "mma"
     abbreviations: ClassVar[dict[str, str]] = {
         "block_q": "q",
         "block_kv": "kv",
@@ -242,6 +245,7 @@ class WgmmaConfig(_Parameters):
     """
 
     family: ClassVar[str] = "wgmma"
+    group: ClassVar[str] = "wgmma"
     abbreviations: ClassVar[dict[str, str]] = {
         "block_q": "q",
         "fold_statistics": "f",

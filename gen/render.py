@@ -10,6 +10,9 @@ from pathlib import Path
 import jinja2
 
 from .config import Config
+from .device import H200, Device
+from .emulation import emulation
+from .errors import UsageError
 from .problem import Problem
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
@@ -24,11 +27,15 @@ class Source:
         kind: What the text depends on of the problem, such as ``bf16_d128_causal``.
         config: The configuration it was rendered from.
         text: The file's content.
+        emulate: The card whose pace it keeps to (``sm_120``), or None: then it keeps to none but its own.
+        probed: Whether it counts its cycles, which an emulated one does.
     """
 
     kind: str
     config: Config
     text: str
+    emulate: str | None = None
+    probed: bool = False
 
     @functools.cached_property
     def hash(self) -> str:
@@ -37,8 +44,9 @@ class Source:
 
     @property
     def name(self) -> str:
-        """A name for files: configuration and kind."""
-        return f"bwdtune_{self.config.id}_{self.kind}"
+        """A name for files: configuration and kind, and what makes it another build than the one that is used."""
+        build = f"_emulating_{self.emulate}" if self.emulate else "_probed" if self.probed else ""
+        return f"bwdtune_{self.config.id}_{self.kind}{build}"
 
 
 def problem_kind(problem: Problem) -> str:
@@ -46,14 +54,37 @@ def problem_kind(problem: Problem) -> str:
     return f"{problem.dtype}_d{problem.head_dim}_{'causal' if problem.causal else 'full'}"
 
 
-def render(problem: Problem, config: Config) -> Source:
+def render(
+    problem: Problem, config: Config, *, emulate: str | None = None, card: Device = H200, cycles: bool = False
+) -> Source:
     """The source of one kernel. Whether the configuration is valid for the problem is `space.refusal`'s to say.
 
-    Depends on the problem's dtype, head_dim and mask, and on the configuration; on nothing else.
+    Depends on the problem's dtype, head_dim and mask, and on the configuration; on nothing else, unless asked for a
+    build that is only measured, never used:
+
+    Args:
+        problem: The problem.
+        config: The configuration.
+        emulate: Another card whose mma rate it keeps to: a key of `emulation.EMULATED`. Such a build counts its cycles.
+        card: The card that then runs it.
+        cycles: Have it count its cycles: from the first start to the last end of a block of the main kernel on each SM.
+
+    Raises:
+        UsageError: ``card`` cannot emulate that.
     """
     template = environment().get_template(f"backward_{config.family}.cu.j2")
-    text = template.render(dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal, config=config)
-    return Source(problem_kind(problem), config, text)
+    probed = cycles or emulate is not None
+    if probed and config.group != "mma":
+        raise UsageError(f"{config.group} kernels do not count their cycles, and keep to no other card's pace")
+    text = template.render(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        causal=problem.causal,
+        config=config,
+        pace=emulation(emulate, card) if emulate else None,
+        probed=probed,
+    )
+    return Source(problem_kind(problem), config, text, emulate, probed)
 
 
 @functools.cache

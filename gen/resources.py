@@ -155,3 +155,34 @@ def occupancy(device: Device, *, threads: int, registers: int, shared_memory_byt
     """Resident threads over the most an SM holds, 0 to 1."""
     blocks = blocks_per_sm(device, threads=threads, registers=registers, shared_memory_bytes=shared_memory_bytes)
     return blocks * threads / device.max_threads_per_sm
+
+
+def mma_count(problem: Problem, config: Config) -> int:
+    """The m16n8k16 products of a launch of the main kernel, tails and masked elements of a tile included.
+
+    A block has a tile of keys and meets every tile of queries, of a causal mask those from its first key on: five
+    products of ``block_q`` x ``block_kv`` x ``head_dim`` each.
+    """
+    query_tiles = ceil_div(problem.seqlen_q, config.block_q)
+    met = 0
+    for kv_start in range(0, problem.seqlen_kv, config.block_kv):
+        met += max(query_tiles - (kv_start // config.block_q if problem.causal else 0), 0)
+    tile = 5 * config.block_q * config.block_kv * problem.head_dim // (MMA_ROWS * MMA_COLUMNS * MMA_DEPTH)
+    return problem.batch * problem.heads_q * met * tile
+
+
+def tensor_activity(problem: Problem, config: Config, device: Device, *, cycles: float, clocks_per_mma: float) -> float:
+    """How much of the time the tensor cores work: ``mma_count x clocks_per_mma / (sub-partitions x cycles)``, 0 to 1.
+
+    The mma are those of all SMs, and so are the sub-partitions: four an SM. The cycles are those of the SM that took
+    longest, so an uneven end counts as idle time.
+
+    Args:
+        problem: What is computed.
+        config: The configuration.
+        device: The card that runs.
+        cycles: From the first start to the last end of a block on the longest SM.
+        clocks_per_mma: Of a sub-partition; where another card's pace is emulated, those of an mma and its dummies.
+    """
+    sub_partitions = device.sm_count * device.sub_partitions_per_sm
+    return mma_count(problem, config) * clocks_per_mma / (sub_partitions * cycles)

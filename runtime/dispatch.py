@@ -1,4 +1,7 @@
-"""Which kernel computes a problem here: asks the database for the winner and compiles it on first use."""
+"""Which kernel computes a problem here: asks the database for the winner and compiles it on first use.
+
+Where nothing stored can be used, this version's own table of configurations is asked (`db.shipped`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..db.shipped import Shipped, read_shipped
 from ..gen.build import build_one
 from ..gen.config import Config
 from ..gen.device import Device
@@ -32,7 +36,7 @@ class Choice:
 
     Attributes:
         kernel: Ready to be launched; None where PyTorch's backward has to do.
-        reason: One line: whose winner it is, or why there is none.
+        reason: One line: whose winner it is, or that it is shipped and where it comes from, or why there is none.
     """
 
     kernel: Kernel | None
@@ -46,6 +50,9 @@ def choose(problem: Problem, device_index: int) -> Choice:
     same dtype, head_dim and mask follow, the nearest first: the distance is the sum of ``|log2(ratio)|`` of Sq, of Skv,
     of B * Hq and of Hq / Hkv. A winner can be used if its configuration is valid for this problem's sizes, and its
     source is, letter for letter, the one that was verified.
+
+    After all of these come the shipped configurations for this kind of GPU (its compute capability; the same model
+    first), by the same rules: what a user has found comes first.
 
     The database is read once in a process, and a problem decided once; later calls cost a dictionary's lookup. Safe
     between threads, and after a fork. Trouble with the database, the compiler or the cache is a reason, never an
@@ -70,6 +77,7 @@ def forget() -> None:
     with _State.lock:
         _choices.clear()
         _winners.cache_clear()
+        _shipped.cache_clear()
         _compiled.cache_clear()
 
 
@@ -95,8 +103,15 @@ def _choose(problem: Problem, device_index: int) -> Choice:
     stored, reason = _winners()
     for winner in _nearest(problem, device, stored):
         name = f"the winner of {winner.problem.label}"
-        kernel = _usable(problem, device, winner)
+        kernel = _usable(problem, device, winner.config, winner.source_hash)
         if isinstance(kernel, Kernel):
+            return Choice(kernel, name)
+        reason = reason or f"{name} cannot be used: {kernel}"
+    for row in _nearest_shipped(problem, device):
+        name = f"the configuration that is shipped for {row.problem.label} on {row.gpu.name} ({row.origin})"
+        kernel = _usable(problem, device, row.config, row.source_hash)
+        if isinstance(kernel, Kernel):
+            _log.info("%s is computed by %s%s", problem.label, name, f": {reason}" if reason else "")
             return Choice(kernel, name)
         reason = reason or f"{name} cannot be used: {kernel}"
     return Choice(
@@ -133,12 +148,26 @@ def _nearest(problem: Problem, device: Device, stored: tuple[Winner, ...]) -> li
     )
 
 
-def _usable(problem: Problem, device: Device, winner: Winner) -> Kernel | str:
-    """The winner's kernel, or why this problem cannot have it."""
-    reason = refusal(problem, winner.config, device)
+@functools.cache
+def _shipped() -> tuple[Shipped, ...]:
+    return read_shipped()
+
+
+def _nearest_shipped(problem: Problem, device: Device) -> list[Shipped]:
+    """The shipped rows of this kind of problem and of GPU, those for the same model and the problem's own first."""
+    gpu = gpu_key(device)
+    return sorted(
+        (row for row in _shipped() if row.gpu.capability == gpu.capability and _kind(row.problem) == _kind(problem)),
+        key=lambda row: (row.gpu != gpu, row.problem != problem, _distance(row.problem, problem)),
+    )
+
+
+def _usable(problem: Problem, device: Device, config: Config, source_hash: str) -> Kernel | str:
+    """The kernel of a configuration that was verified as this source, or why this problem cannot have it."""
+    reason = refusal(problem, config, device)
     if reason:
         return reason
-    kernel = _compiled(_kind(problem), winner.config, winner.source_hash, device.arch)
+    kernel = _compiled(_kind(problem), config, source_hash, device.arch)
     if isinstance(kernel, Kernel):
         try:  # it refuses sizes that it cannot count
             kernel.workspace_bytes(

@@ -93,12 +93,15 @@ class Launch:
 
     Attributes:
         arguments: The struct that the library is given.
-        tensors: What its pointers point to; held so that it lives as long as the launch may be repeated.
+        tensors: What its pointers point to, the workspace last; held so that it lives as long as the launch may be
+            repeated.
+        probe: The bytes of the workspace where a kernel that counts its cycles leaves them; None for any other.
     """
 
     arguments: _Arguments
     tensors: tuple[torch.Tensor, ...]
     call: Callable[[_Arguments], None]
+    probe: slice | None = None
 
     def __call__(self) -> None:
         """Launches on the stream that was current when the launch was prepared; asynchronous.
@@ -107,6 +110,16 @@ class Launch:
             KernelError: The library refused its arguments or the launch failed.
         """
         self.call(self.arguments)
+
+    def cycles(self) -> int:
+        """How long the last launch's main kernel took on the SM that it took longest on, by that SM's own clock.
+
+        From the first start of a block to the last end of one. Waits for the launch. Of kernels that count them alone,
+        and until another one has used the workspace.
+        """
+        assert self.probe, "this kernel is not built to count its cycles"
+        start, end = self.tensors[-1][self.probe].view(torch.int64).view(-1, 2).cpu().unbind(1)
+        return int((end - start)[end > 0].max())
 
 
 class Kernel:
@@ -127,6 +140,10 @@ class Kernel:
         self._error_text = library.bwdtune_error_text
         self._error_text.restype = ctypes.c_char_p
         self._error_text.argtypes = [ctypes.c_int]
+        self._probe_offset = getattr(library, "bwdtune_probe_offset", None)
+        if self._probe_offset is not None:
+            self._probe_offset.restype = ctypes.c_int64
+            self._probe_offset.argtypes = [ctypes.POINTER(_Arguments)]
         get_info = library.bwdtune_get_info
         get_info.restype = ctypes.c_int
         get_info.argtypes = [ctypes.POINTER(_Info)]
@@ -227,7 +244,13 @@ class Kernel:
             raise KernelError(f"the workspace must hold {needed} bytes, 16-byte aligned, on {q.device}")
         arguments.workspace = workspace.data_ptr()
         arguments.workspace_bytes = workspace.numel()
-        return Launch(arguments, (*held, workspace), self._launch)
+        probe = slice(self._probe_offset(ctypes.byref(arguments)), needed) if self._probe_offset else None
+        return Launch(arguments, (*held, workspace), self._launch, probe)
+
+    @property
+    def counts_cycles(self) -> bool:
+        """Whether it is a build that counts its cycles."""
+        return self._probe_offset is not None
 
     def launch(
         self,

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bwdtune.db import shipped
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -28,3 +30,5 @@ def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _own_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, _kernel_cache: Path) -> None:
     monkeypatch.setenv("BWDTUNE_CACHE", str(_kernel_cache))
     monkeypatch.setenv("BWDTUNE_DB", str(tmp_path / "bwdtune.sqlite"))
+    # What this version ships would answer where a test says that nothing is stored.
+    monkeypatch.setattr(shipped, "TABLE", shipped.write_shipped([], tmp_path / "shipped.json"))

@@ -23,7 +23,7 @@ from bwdtune.gen.render import Source
 from bwdtune.tuner.options import SearchOptions
 from bwdtune.tuner.report import Progress, SearchResult, Status
 from bwdtune.tuner.search import search
-from bwdtune.tuner.timing import Policy, Timing, Timings
+from bwdtune.tuner.timing import Cycles, Policy, Timing, Timings
 from bwdtune.tuner.worker import CandidateError
 
 PROBLEM = Problem.parse("8_16_4096_128", causal=True)
@@ -55,21 +55,26 @@ class FakeBuilder:
         broken: Configurations that do not compile.
         spills: Bytes that a configuration spills for a target.
         lasting: Whether what does not compile never will.
+        registers: A thread's registers for a target, with dummy mma in it or not.
         delay_s: How long a compile takes.
         compiled: What it was asked for: configuration and target.
+        sources: The sources of it, and the target.
     """
 
     broken: Callable[[Config], bool] = lambda config: False
     spills: Callable[[Config, str], int] = lambda config, arch: 0
     lasting: bool = True
+    registers: Callable[[Source, str], int] = lambda source, arch: 168
     delay_s: float = 0.0
     compiled: list[tuple[Config, str]] = field(default_factory=list)
+    sources: list[tuple[Source, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, source: Source, arch: str) -> Variant:
         time.sleep(self.delay_s)
         with self._lock:
             self.compiled.append((source.config, arch))
+            self.sources.append((source, arch))
         ok = not self.broken(source.config)
         return Variant(
             source=source,
@@ -77,7 +82,9 @@ class FakeBuilder:
             library=Path("/nowhere") / f"{source.name}.so" if ok else None,
             key=source.name,
             toolchain=TOOLKIT,
-            resources=CompiledResources(168, self.spills(source.config, arch), 0, 0, 1) if ok else None,
+            resources=CompiledResources(self.registers(source, arch), self.spills(source.config, arch), 0, 0, 1)
+            if ok
+            else None,
             status="ok" if ok else "failed",
             error="" if ok else "error: expected a ';'",
             log=None,
@@ -93,6 +100,7 @@ class FakeBench:
 
     Attributes:
         cost: A configuration's time in ms.
+        cycles: What a build that counts its cycles counts.
         wrong: Configurations whose gradients are wrong.
         wrong_at_size: Those that are wrong at the problem's own sizes only.
         crashing: Those that crash when they are timed.
@@ -102,6 +110,7 @@ class FakeBench:
     """
 
     cost: Callable[[Config], float] = cost_ms
+    cycles: Callable[[Config], float] = lambda config: 1e6 * cost_ms(config)
     wrong: Callable[[Config], bool] = lambda config: False
     wrong_at_size: Callable[[Config], bool] = lambda config: False
     crashing: Callable[[Config], bool] = lambda config: False
@@ -125,7 +134,13 @@ class FakeBench:
                 raise CandidateError("its process died of SIGSEGV", config.id)
         times_ms = {config.id: self.cost(config) for config in configs} | {peer: PEER_MS[peer] for peer in peers}
         timings = {name: Timing(ms, ms * 0.99, ms * 1.01, 20) for name, ms in times_ms.items()}
-        return Timings(timings, clock_mhz=1700.0)
+        counts = {
+            variant.source.config.id: self.cycles(variant.source.config)
+            for variant in variants
+            if variant.source.probed
+        }
+        cycles = {name: Cycles(count, count * 0.99, count * 1.01, 10) for name, count in counts.items()}
+        return Timings(timings, clock_mhz=1700.0, cycles=cycles)
 
     @property
     def tried(self) -> list[str]:

@@ -16,9 +16,10 @@ from ..db.records import Environment, VariantRecord
 from ..gen.build import Variant, job_limit
 from ..gen.config import Config, preset_name
 from ..gen.device import Device
+from ..gen.emulation import emulation
 from ..gen.problem import Problem
 from ..gen.render import Source, render, template_hash
-from ..gen.resources import estimate, occupancy
+from ..gen.resources import blocks_per_sm, estimate, occupancy
 from ..gen.space import refused_configs, valid_configs
 from .compilers import Compilers
 from .interrupts import Interrupts
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 SPILL_BOUND_BYTES = 32
 """Spill stores and loads that the compiler gate lets pass: four registers, stored and loaded once. ptxas puts so few
 outside the main loop, where their cost cannot be measured; more of them lie in it and are paid for with every tile."""
+
+EMULATED_SPILL_BOUND_BYTES = 128
+"""The same of an emulated build, whose dummy mma take six registers that the kernel itself does not need: a few of a
+kernel that uses all of them are then spilled, and take a hundredth of a slowed tile's time at most. The kernel itself
+may not spill."""
 
 LOOK_AHEAD = 24
 """Candidates that are proposed and not yet decided: enough to keep 16 compilers busy and a few candidates ready for the
@@ -99,7 +105,9 @@ class CandidateSearch(ABC):
     ) -> None:
         self.clock = PhaseClock()
         self.problem, self.device, self.store, self.options = problem, device, store, options
-        self.space_device = LIMITS[options.limits] if options.limits else device
+        self.space_device = LIMITS[options.within] if options.within else device
+        if options.emulate:
+            emulation(options.emulate, device)  # refuses a card that cannot
         self.configs = valid_configs(problem, self.space_device)
         refused = refused_configs(problem, self.space_device)
         self.counts = Counts(valid=len(self.configs), refused_by_arithmetic=len(refused))
@@ -167,13 +175,17 @@ class CandidateSearch(ABC):
         wanted = dict.fromkeys(configs)
         self._compilers.forget_waiting()
         for config in wanted:
-            self._compilers.submit(Candidate(config, render(self.problem, config)))
+            self._compilers.submit(Candidate(config, self.source(config)))
         compiled: dict[Config, Compiled] = {}
         while len(compiled) < len(wanted):
             done = self._next_compiled()
             if done and not done[0].proposal:  # else a trial that was begun before the time was up
                 compiled[done[0].config] = done[1]
         return {config: compiled[config] for config in wanted}
+
+    def source(self, config: Config) -> Source:
+        """What runs on the card for a configuration; slowed where another card is emulated."""
+        return render(self.problem, config, emulate=self.options.emulate, card=self.device)
 
     @contextmanager
     def wait(self, phase: str) -> Iterator[None]:
@@ -191,7 +203,9 @@ class CandidateSearch(ABC):
 
     def tell(self, phase: str, last: tuple[Config, str] | None = None) -> None:
         """Tells people where it stands."""
-        self._progress.update(Status(phase, replace(self.counts), self._total, self.best, last))
+        self._progress.update(
+            Status(phase, replace(self.counts), self._total, self.best, last, bool(self.options.emulate))
+        )
 
     def notice(self, text: str) -> None:
         """A note that is shown now and listed at the end."""
@@ -229,6 +243,7 @@ class CandidateSearch(ABC):
             shared_memory_bytes=needs.shared_memory_bytes,
             threads=needs.threads,
             note=note,
+            emulate=self.options.emulate,
         )
         if compiled is None:
             return row
@@ -252,7 +267,7 @@ class CandidateSearch(ABC):
         return SearchResult(
             problem=self.problem,
             device=self.device,
-            limits=self.options.limits,
+            limits=self.options.within,
             sampler=self.options.sampler,
             seed=self.seed,
             environment=environment,
@@ -265,12 +280,13 @@ class CandidateSearch(ABC):
             failures=tuple(self._failures.items()),
             seconds=self.clock.seconds(),
             notes=tuple(self.notes),
+            emulate=self.options.emulate,
         )
 
     def _propose(self, proposals: Proposals) -> Candidate:
         proposal = proposals.next()
         assert proposal, "there are no more trials than configurations"
-        candidate = Candidate(proposal.config, render(self.problem, proposal.config), proposal)
+        candidate = Candidate(proposal.config, self.source(proposal.config), proposal)
         known = self.known_outcome(candidate)
         if known:
             self.counts.stored += 1
@@ -300,13 +316,42 @@ class CandidateSearch(ABC):
         """The compiler gate. Runs in the compilers' threads."""
         exempt = preset_name(candidate.config) is not None  # presets are what the others are measured against
         limits_variant = None
-        if self.options.limits:
-            limits_variant = self._builder(candidate.source, LIMITS[self.options.limits].arch)
+        if self.options.within:
+            plain = render(self.problem, candidate.config)
+            limits_variant = self._builder(plain, LIMITS[self.options.within].arch)
             refused = _refused(limits_variant, spill_bound_bytes=0)
             if refused and not exempt:
                 return Compiled(None, limits_variant, refused)
         variant = self._builder(candidate.source, self.device.arch)
-        return Compiled(variant, limits_variant, _refused(variant, None if exempt else SPILL_BOUND_BYTES))
+        bound = EMULATED_SPILL_BOUND_BYTES if self.options.emulate else SPILL_BOUND_BYTES
+        refused = _refused(variant, None if exempt else bound)
+        if limits_variant and self.options.emulate and not exempt:
+            refused = refused or self._fewer_blocks(variant, limits_variant)
+        return Compiled(variant, limits_variant, refused)
+
+    def _fewer_blocks(self, emulated: Variant, real: Variant) -> Outcome | None:
+        """That an emulated build has too many registers for as many blocks an SM as the kernel itself has on its
+        card.
+        """
+        if not (emulated.resources and real.resources):
+            return None
+        needs = estimate(self.problem, real.source.config)
+        emulated_blocks, real_blocks = (
+            blocks_per_sm(
+                self.space_device,
+                threads=needs.threads,
+                registers=compiled.registers,
+                shared_memory_bytes=needs.shared_memory_bytes,
+            )
+            for compiled in (emulated.resources, real.resources)
+        )
+        if emulated_blocks >= real_blocks:
+            return None
+        return Outcome(
+            "refused",
+            reason=f"{emulated.resources.registers} registers with dummy mma leave {emulated_blocks} blocks an SM, and "
+            f"{real.resources.registers} without {real_blocks}: it would be another kernel's pace",
+        )
 
     def _time_left_s(self) -> float | None:
         limit = self.options.time_s

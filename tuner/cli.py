@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..gen.config import parse_config
-from ..gen.device import HOST, HOST_ARCH, RTX_5090, Device, device_for_arch
+from ..gen.device import H200, HOST, HOST_ARCH, RTX_5090, Device, device_for_arch
+from ..gen.emulation import EMULATED
 from ..gen.errors import BwdtuneError, UsageError
 from ..gen.problem import Problem
 from .options import DEFAULT_TRIALS, LIMITS, SearchOptions
@@ -58,6 +59,10 @@ CacheOption = Annotated[
 LimitsOption = Annotated[
     str | None, typer.Option("--limits", help=f"Keep to another card's limits: {', '.join(LIMITS)}.")
 ]
+EmulateOption = Annotated[
+    str | None,
+    typer.Option("--emulate", help=f"Slow the GPU to another card's pace, and rank by cycles: {', '.join(EMULATED)}."),
+]
 ArchOption = Annotated[str | None, typer.Option("--arch", help="Compile target, such as sm_120a (default: the GPU's).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -92,6 +97,7 @@ def search(
     sampler: Annotated[str, typer.Option("--sampler", help="tpe, random or exhaustive.")] = "tpe",
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the sampler's choices repeatable.")] = None,
     limits: LimitsOption = None,
+    emulate: EmulateOption = None,
     arch: ArchOption = None,
     database: DatabaseOption = None,
     cache: CacheOption = None,
@@ -100,9 +106,10 @@ def search(
     """Search the fastest right kernel for a shape, and store it as the winner.
 
     Without a GPU, or for another card's --arch, candidates are generated, compiled and listed, and nothing is timed.
+    With --emulate the best candidate is stored as the best emulated one, and wins nothing.
     """
     problem = Problem.parse(shape, dtype=dtype, causal=causal)
-    options = SearchOptions(sampler=sampler, seed=seed, trials=trials, time_s=time, limits=limits)
+    options = SearchOptions(sampler=sampler, seed=seed, trials=trials, time_s=time, limits=limits, emulate=emulate)
     from ..db.store import Store
     from ..gen.build import build
     from ..gen.paths import writable_cache_dir
@@ -116,15 +123,15 @@ def search(
         gpu = current_device()
     except NoGpuError as error:
         why_not = str(error)
-    device = _target(arch, gpu)
+    device = _target(arch or (H200.arch if emulate and gpu is None else None), gpu)
     if device.arch == HOST_ARCH:
         raise UsageError(f"a search is for a GPU: use --arch {RTX_5090.arch}, and `tuner verify --arch {HOST_ARCH}`")
-    if limits and LIMITS[limits].arch == device.arch:
-        options = replace(options, limits=None)  # they are its own
-    valid_configs(problem, LIMITS[options.limits] if options.limits else device)
+    if options.within and LIMITS[options.within].arch == device.arch:
+        options = replace(options, limits=None, emulate=None)  # they are its own
+    valid_configs(problem, LIMITS[options.within] if options.within else device)
     toolkit = find_compiler(device.arch).version
-    if options.limits:
-        find_compiler(LIMITS[options.limits].arch)
+    if options.within:
+        find_compiler(LIMITS[options.within].arch)
     writable_cache_dir(cache)
 
     console = _console(stderr=True)
@@ -178,14 +185,27 @@ def verify(
 
 @app.command("list")
 def list_(database: DatabaseOption = None, as_json: JsonOption = False) -> None:
-    """List the stored winners."""
+    """List the stored winners, the best emulated configurations, and what this version ships."""
+    from ..db.errors import NoDatabase
+    from ..db.shipped import read_shipped
     from ..db.store import Store
-    from .history import winner_to_dict, winners_table
+    from .history import best_to_dict, bests_table, shipped_table, shipped_to_dict, winner_to_dict, winners_table
 
-    with closing(Store.open(database, read_only=True)) as store:
-        winners = store.winners()
-    shown = [winners_table(winners)] if winners else ["no winner is stored yet: `tuner search` finds one"]
-    _print([winner_to_dict(winner) for winner in winners], shown, as_json)
+    shipped = read_shipped()
+    winners, bests = [], []
+    try:
+        with closing(Store.open(database, read_only=True)) as store:
+            winners, bests = store.winners(), store.emulated_bests()
+    except NoDatabase:
+        if database or not shipped:
+            raise
+    shown: list[Table | str] = (
+        [winners_table(winners)] if winners else ["no winner is stored yet: `tuner search` finds one"]
+    )
+    shown += [bests_table(bests)] if bests else []
+    shown += [shipped_table(shipped)] if shipped else []
+    data = [winner_to_dict(winner) for winner in winners]
+    _print([*data, *map(best_to_dict, bests), *map(shipped_to_dict, shipped)], shown, as_json)
 
 
 @app.command()
@@ -212,12 +232,14 @@ def bench(
     shape: ShapeOption,
     kernels: Annotated[
         list[str] | None,
-        typer.Option("--kernel", help="cudnn, fa, v1, v2, v3, best, or a configuration's id; may be repeated."),
+        typer.Option("--kernel", help="cudnn, fa, v1, v2, v3, best, a family (mma), or an id; may be repeated."),
     ] = None,
     direction: Annotated[str, typer.Option("--direction", help="Only backward is timed.")] = "backward",
     causal: CausalOption = False,
     dtype: DtypeOption = "bf16",
     limits: LimitsOption = None,
+    emulate: EmulateOption = None,
+    cycles: Annotated[bool, typer.Option("--cycles", help="Have our kernels count their cycles.")] = False,
     database: DatabaseOption = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
@@ -226,11 +248,12 @@ def bench(
     from ..db.store import Store
     from ..gen.toolchain import find_nvcc
     from ..runtime.gpu import current_device
-    from .bench import DEFAULT_KERNELS, check_kernels
+    from .bench import DEFAULT_EMULATED_KERNELS, DEFAULT_KERNELS, check_kernels
     from .bench import bench as race
 
-    problem, names = Problem.parse(shape, dtype=dtype, causal=causal), kernels or DEFAULT_KERNELS
-    check_kernels(names, direction, limits)
+    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    names = kernels or (DEFAULT_EMULATED_KERNELS if emulate else DEFAULT_KERNELS)
+    check_kernels(names, direction, limits, emulate)
     device = current_device()
     with _bench(device, find_nvcc().version) as (worker, environment):
         assert worker
@@ -245,10 +268,12 @@ def bench(
             command=shlex.join(["tuner", *sys.argv[1:]]),
             direction=direction,
             limits=limits,
+            emulate=emulate,
+            cycles=cycles,
             cache=cache,
         )
     _print(report.to_dict(), [report.table()], as_json)
-    return 0 if any(row.ms for row in report.rows) else 1
+    return 0 if any(row.ms or row.cycles for row in report.rows) else 1
 
 
 @app.command()
@@ -343,6 +368,33 @@ def export(
     else:
         written = export_winner(_stored_winner(problem, database, limits, arch), output)
     _print(written.to_dict(), [f"{written.config} for {written.arch}: {written.directory}", *written.files], as_json)
+
+
+@app.command()
+def ship(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file to write (default: the package's own table).")
+    ] = None,
+    database: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Write the table of shipped configurations from a database: its winners, and its best emulated ones.
+
+    For whoever makes a version of this program. Nothing is added to what the table held before: it is written anew.
+    """
+    from ..db.store import Store
+    from .history import shipped_table, shipped_to_dict
+    from .ship import ship as write
+
+    with closing(Store.open(database, read_only=True)) as store:
+        written = write(store, output)
+    data = {
+        "file": str(written.path),
+        "rows": [shipped_to_dict(row) for row in written.rows],
+        "left_out": list(written.left_out),
+    }
+    _print(data, [shipped_table(written.rows), *written.left_out, f"written to {written.path}"], as_json)
+    return 0
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -129,7 +130,7 @@ class _GpuBench:
             kernels[name].run()
             if not arena.written():
                 raise KernelError("at these sizes it leaves elements of its outputs unwritten, or not finite")
-        return Timings(timings.by_name, timings.clock_mhz, timings.notice, unavailable)
+        return replace(timings, unavailable=unavailable)
 
     def healthy(self) -> bool:
         """Whether the device still takes work: after an illegal access or a trap it does not, in this process."""
@@ -195,7 +196,7 @@ class _Arena:
             scale=problem.softmax_scale,
             workspace=self._workspace,
         )
-        return Timed(launch, self.poison)
+        return Timed(launch, self.poison, launch.cycles if kernel.counts_cycles else None)
 
     def poison(self) -> None:
         for output in self._outputs:

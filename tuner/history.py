@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..db.records import Environment, ProblemHistory, StoredMeasurement, Winner
+from ..db.records import EMULATED, EmulatedBest, Environment, ProblemHistory, StoredMeasurement, Winner
+from ..db.shipped import Shipped
+from ..db.shipped import shipped_to_dict as _shipped_row
 from ..gen.config import preset_name
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ def winner_to_dict(winner: Winner) -> dict[str, Any]:
     """A winner as JSON."""
     problem = winner.problem
     return {
+        "origin": "stored",
         "shape": problem.shape,
         "causal": problem.causal,
         "dtype": problem.dtype,
@@ -66,6 +69,95 @@ def winners_table(winners: Sequence[Winner]) -> Table:
     return table
 
 
+def best_to_dict(best: EmulatedBest) -> dict[str, Any]:
+    """A best emulated configuration as JSON."""
+    problem = best.problem
+    return {
+        "origin": "emulated",
+        "shape": problem.shape,
+        "causal": problem.causal,
+        "dtype": problem.dtype,
+        "emulate": best.target,
+        **_environment_to_dict(best.environment),
+        "config": best.config.id,
+        "family": best.config.family,
+        "cycles": best.cycles,
+        "max_error": best.max_error,
+        "registers": best.registers,
+        "spill_bytes": best.spill_bytes,
+        "partial": best.partial,
+        "policy": best.policy,
+        "source_hash": best.source_hash,
+        "template_hash": best.template_hash,
+        "created_at": best.created_at.isoformat(),
+    }
+
+
+def bests_table(bests: Sequence[EmulatedBest]) -> Table:
+    """One row a best emulated configuration."""
+    from rich.table import Table
+
+    table = Table(title="best emulated configurations: not measured on these cards, and used by nothing")
+    for heading in ("shape", "dtype", "mask", "emulated", "on", "configuration"):
+        table.add_column(heading)
+    for heading in ("Mcycles", "max error"):
+        table.add_column(heading, justify="right")
+    table.add_column("found")
+    for best in bests:
+        table.add_row(
+            best.problem.shape,
+            best.problem.dtype,
+            "causal" if best.problem.causal else "full",
+            best.target,
+            best.environment.gpu.name,
+            best.config.id,
+            f"{best.cycles / 1e6:.3f}",
+            f"{best.max_error:.1e}",
+            f"{best.created_at:%Y-%m-%d %H:%M}{' (partial)' if best.partial else ''}",
+        )
+    return table
+
+
+def shipped_to_dict(shipped: Shipped) -> dict[str, Any]:
+    """A shipped configuration as JSON."""
+    problem = shipped.problem
+    return {
+        "origin": "shipped",
+        **_shipped_row(shipped),
+        "shape": problem.shape,
+        "causal": problem.causal,
+        "dtype": problem.dtype,
+        "config": shipped.config.id,
+        "family": shipped.config.family,
+    }
+
+
+def shipped_table(rows: Sequence[Shipped]) -> Table:
+    """One row a shipped configuration."""
+    from rich.table import Table
+
+    table = Table(title="shipped: used where nothing is stored")
+    for heading in ("shape", "dtype", "mask", "for", "configuration", "where it comes from"):
+        table.add_column(heading)
+    for heading in ("ms", "Mcycles", "max error"):
+        table.add_column(heading, justify="right")
+    table.add_column("found")
+    for row in rows:
+        table.add_row(
+            row.problem.shape,
+            row.problem.dtype,
+            "causal" if row.problem.causal else "full",
+            row.gpu.name,
+            row.config.id,
+            row.origin,
+            "-" if row.ms is None else f"{row.ms:.3f}",
+            "-" if row.cycles is None else f"{row.cycles / 1e6:.3f}",
+            f"{row.max_error:.1e}",
+            row.date,
+        )
+    return table
+
+
 def history_to_dict(history: ProblemHistory) -> dict[str, Any]:
     """The JSON of ``tuner show --json``."""
     return {
@@ -98,17 +190,19 @@ def _measurements_table(measurements: Sequence[StoredMeasurement]) -> Table:
     table.add_column("configuration")
     table.add_column("GPU")
     table.add_column("limits")
-    for heading in ("ms", "low to high", "samples", "max error", "registers", "spills, bytes"):
+    for heading in ("ms", "low to high", "Mcycles", "samples", "max error", "registers", "spills, bytes"):
         table.add_column(heading, justify="right")
     table.add_column("policy")
     for measurement in measurements:
         record, variant, verification = measurement.record, measurement.variant, measurement.verification
+        emulated = record.kind == EMULATED
         table.add_row(
             preset_name(variant.config) or variant.config.id,
             record.environment.gpu.name,
-            record.limits or "-",
-            f"{record.median_ms:.3f}",
-            f"{record.low_ms:.3f} to {record.high_ms:.3f}",
+            f"{record.limits} (emulated)" if emulated else record.limits or "-",
+            "-" if emulated else f"{record.median_ms:.3f}",
+            "-" if emulated else f"{record.low_ms:.3f} to {record.high_ms:.3f}",
+            "-" if record.cycles is None else f"{record.cycles / 1e6:.3f}",
             f"{record.samples}",
             f"{verification.max_error:.1e}" if verification else "not verified",
             "-" if variant.registers is None else f"{variant.registers}",
@@ -136,15 +230,18 @@ def _failures(history: ProblemHistory) -> list[tuple[Any, str, str]]:
 
 def _measurement_to_dict(measurement: StoredMeasurement) -> dict[str, Any]:
     record, variant, verification = measurement.record, measurement.variant, measurement.verification
+    emulated = record.kind == EMULATED
     return {
         "config": variant.config.id,
         "family": variant.config.family,
         **_environment_to_dict(record.environment),
         "limits": record.limits,
+        "kind": record.kind,
         "policy": record.policy,
-        "ms": record.median_ms,
-        "low_ms": record.low_ms,
-        "high_ms": record.high_ms,
+        "ms": None if emulated else record.median_ms,
+        "low_ms": None if emulated else record.low_ms,
+        "high_ms": None if emulated else record.high_ms,
+        "cycles": record.cycles,
         "samples": record.samples,
         "verified": bool(verification and verification.passed),
         "max_error": verification.max_error if verification and verification.passed else None,

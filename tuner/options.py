@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..gen.device import RTX_5090
+from ..gen.emulation import EMULATED
 from ..gen.errors import UsageError
 
 SAMPLERS = ("tpe", "random", "exhaustive")
@@ -25,6 +26,8 @@ class SearchOptions:
         trials: Candidates to decide.
         time_s: After so many seconds no further candidate is begun; the final race still runs.
         limits: A key of ``LIMITS``, or None.
+        emulate: A card whose pace candidates are slowed to, and whose limits they keep to: a key of
+            `gen.emulation.EMULATED`, or None. They are then ranked by cycles.
 
     Raises:
         UsageError: One of them is impossible.
@@ -35,12 +38,20 @@ class SearchOptions:
     trials: int = DEFAULT_TRIALS
     time_s: float | None = None
     limits: str | None = None
+    emulate: str | None = None
+
+    @property
+    def within(self) -> str | None:
+        """The card whose limits candidates keep to; None for the limits of the card that runs."""
+        return self.emulate or self.limits
 
     def __post_init__(self) -> None:
         if self.sampler not in SAMPLERS:
             raise UsageError(f"unknown sampler {self.sampler!r}: use one of {', '.join(SAMPLERS)}")
         if self.limits is not None and self.limits not in LIMITS:
             raise UsageError(f"unknown limits {self.limits!r}: use {', '.join(LIMITS)}")
+        if self.emulate is not None and self.emulate not in EMULATED:
+            raise UsageError(f"unknown card to emulate {self.emulate!r}: use {', '.join(EMULATED)}")
         if self.trials < 1:
             raise UsageError(f"trials is {self.trials}: it must be at least 1")
         if self.time_s is not None and not self.time_s > 0:

@@ -41,22 +41,24 @@ class Outcome:
     Attributes:
         state: ``measured``; ``refused`` by the compiler gate (it spills); ``failed`` (to compile, to verify, to
             run); or ``unmeasured`` where it passed and nothing was there to time it.
-        ms: The median time of a measured candidate, None for the others: no number stands in for a failure.
+        cost: What a measured candidate is ranked by, the less the better: its median time in ms, in an emulated search
+        its
+            median cycles. None for the others: no number stands in for a failure.
         reason: Why it was refused or failed, in one line.
         lasting: Another search would come to the same; not so where the machine failed, and not the candidate.
     """
 
     state: Literal["measured", "refused", "failed", "unmeasured"]
-    ms: float | None = None
+    cost: float | None = None
     reason: str = ""
     lasting: bool = True
 
     @classmethod
-    def timed(cls, ms: float) -> Outcome:
+    def timed(cls, cost: float, unit: str = "ms") -> Outcome:
         """A measured candidate, or a failed one where the time is no time (NaN, infinite, zero or negative)."""
-        if not (math.isfinite(ms) and ms > 0):
-            return cls("failed", reason=f"its timing is {ms} ms, which is no time")
-        return cls("measured", ms=ms)
+        if not (math.isfinite(cost) and cost > 0):
+            return cls("failed", reason=f"its timing is {cost} {unit}, which is no time")
+        return cls("measured", cost=cost)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Proposals:
         A refused candidate is told as pruned, which TPE takes for a poor one without a number; a failed one as failed,
         which samplers pass over.
         """
-        self._study.tell(proposal.number, outcome.ms, state=_STATES[outcome.state])
+        self._study.tell(proposal.number, outcome.cost, state=_STATES[outcome.state])
 
 
 class StudyLog:
@@ -193,7 +195,7 @@ def _outcome(trial: FrozenTrial) -> Outcome:
 def _finished_trial(config: Config, outcome: Outcome, conditions: str = "") -> FrozenTrial:
     return create_trial(
         state=_STATES[outcome.state],
-        value=outcome.ms,
+        value=outcome.cost,
         params=_parameters(config),
         distributions=_distributions(),
         user_attrs={

@@ -5,17 +5,24 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..db.records import Environment
-from ..gen.config import Config
+from ..gen.config import Config, MmaConfig
 from ..gen.device import Device
+from ..gen.emulation import emulation
 from ..gen.problem import Problem
+from ..gen.resources import tensor_activity
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from .timing import Cycles
+
+CYCLE_HEADINGS = ("Mcycles", "low to high", "tensor active")
+"""Of `Row.cycle_cells`."""
 
 _PLAIN_INTERVAL_S = 5.0
 _SHOWN_FAILURES = 10
@@ -38,6 +45,12 @@ class Row:
         threads: Threads of a block.
         occupancy: Resident warps as a part of an SM's most, 0 to 1.
         note: Why a number is missing.
+        emulate: The card that was emulated (``sm_120``), else None. An emulated row has cycles and no time: a time that
+            the dummy mma were part of is nobody's.
+        cycles: Median cycles of the main kernel on the longest SM, where they were counted.
+        low_cycles: Lower end of the interval.
+        high_cycles: Upper end of it.
+        tensor_activity: Part of the time that the tensor cores work; see `gen.resources.tensor_activity`.
     """
 
     kernel: str
@@ -52,6 +65,35 @@ class Row:
     threads: int | None = None
     occupancy: float | None = None
     note: str = ""
+    emulate: str | None = None
+    cycles: float | None = None
+    low_cycles: float | None = None
+    high_cycles: float | None = None
+    tensor_activity: float | None = None
+
+    def counted(self, cycles: Cycles, problem: Problem, device: Device) -> Row:
+        """The same with what a kernel counted of itself on a card; emulated if the row is."""
+        clocks = emulation(self.emulate, device).clocks_per_mma if self.emulate else device.clocks_per_mma
+        activity = None
+        if clocks and self.config and self.config.group == MmaConfig.group:
+            activity = tensor_activity(problem, self.config, device, cycles=cycles.median, clocks_per_mma=clocks)
+        return replace(
+            self,
+            cycles=cycles.median,
+            low_cycles=cycles.low,
+            high_cycles=cycles.high,
+            tensor_activity=activity,
+        )
+
+    def cycle_cells(self) -> list[str]:
+        """Cycles in millions, their interval and the tensor cores' activity, for a table."""
+        if self.cycles is None or self.low_cycles is None or self.high_cycles is None:
+            return ["-"] * 3
+        return [
+            f"{self.cycles / 1e6:.3f}",
+            f"{self.low_cycles / 1e6:.3f} to {self.high_cycles / 1e6:.3f}",
+            _cell(self.tensor_activity, "{:.1%}"),
+        ]
 
     def tflops(self, problem: Problem) -> float | None:
         """Effective TFLOPS: the problem's operations over the time."""
@@ -118,6 +160,9 @@ class SearchResult:
         seconds: Wall time by phase: ``compile`` (waiting for it), ``verify``, ``time``, ``overhead`` (all the
             rest), ``total``.
         notes: What else a person should know.
+        emulate: The card whose pace candidates were slowed to (``sm_120``), else None. Then cycles rank, and ``winner``
+        is
+            the best emulated one, which is nobody's winner.
     """
 
     problem: Problem
@@ -135,6 +180,7 @@ class SearchResult:
     failures: tuple[tuple[Config, str], ...]
     seconds: Mapping[str, float]
     notes: tuple[str, ...] = ()
+    emulate: str | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -142,6 +188,7 @@ class SearchResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of ``tuner search --json``."""
+        best = self.winner.to_dict(self.problem, self.device) if self.winner else None
         return {
             "command": "search",
             "gpu": self.environment.gpu.name if self.environment else None,
@@ -153,11 +200,13 @@ class SearchResult:
             "causal": self.problem.causal,
             "dtype": self.problem.dtype,
             "limits": self.limits,
+            "emulate": self.emulate,
             "sampler": self.sampler,
             "seed": self.seed,
             "status": self.status,
             "exhausted": self.exhausted,
-            "winner": self.winner.to_dict(self.problem, self.device) if self.winner else None,
+            "winner": best if not self.emulate else None,
+            "emulated_best": best if self.emulate else None,
             "rows": [row.to_dict(self.problem, self.device) for row in self.rows],
             "counts": asdict(self.counts),
             "arithmetic_refusals": dict(self.arithmetic_refusals),
@@ -171,19 +220,23 @@ class SearchResult:
         from rich.table import Table
 
         title = f"{self.problem.label} on {self.device.name}"
-        if self.limits:
+        if self.emulate:
+            title += f", emulated: at the pace of {self.emulate}"
+        elif self.limits:
             title += f", within the limits of {self.limits}"
         table = Table(title=title, title_justify="left")
         table.add_column("kernel")
         table.add_column("configuration")
         measured = self.environment is not None
         headings = ["ms", "low to high", "TFLOPS", "% of peak", "max error"] if measured else ["occupancy"]
+        if measured and self.emulate:
+            headings = [*CYCLE_HEADINGS, "max error"]
         for heading in (*headings, "registers", "spills, bytes", "shared memory, bytes", "threads"):
             table.add_column(heading, justify="right")
         for row in self.rows:
             figures = self._measured_cells(row) if measured else [_cell(row.occupancy, "{:.1%}")]
             table.add_row(
-                row.kernel,
+                f"{row.kernel} (emulated)" if row.emulate else row.kernel,
                 row.config.id if row.config else row.note,
                 *figures,
                 _cell(row.registers, "{}"),
@@ -225,6 +278,8 @@ class SearchResult:
         return lines
 
     def _measured_cells(self, row: Row) -> list[str]:
+        if self.emulate:
+            return [*row.cycle_cells(), _cell(row.max_error, "{:.1e}")]
         tflops = row.tflops(self.problem)
         interval = None if row.low_ms is None or row.high_ms is None else f"{row.low_ms:.3f} to {row.high_ms:.3f}"
         return [
@@ -272,8 +327,9 @@ class Status:
         phase: What it does now.
         counts: See `Counts`.
         total: Candidates that this search may decide.
-        best: The best configuration so far and its time, or None.
+        best: The best configuration so far and its time in ms, or emulated cycles; or None.
         last: The candidate that was just decided and what became of it.
+        emulated: Whether cycles rank.
     """
 
     phase: str
@@ -281,13 +337,18 @@ class Status:
     total: int
     best: tuple[Config, float] | None = None
     last: tuple[Config, str] | None = None
+    emulated: bool = False
 
     def text(self) -> str:
         counts = self.counts
         fallen = f"refused {counts.refused}, failed {counts.failed}"
         if counts.passed:
             return f"passed {counts.passed}, {fallen}"
-        best = f"best {self.best[1]:.3f} ms {self.best[0].id}" if self.best else "no best yet"
+        best = "no best yet"
+        if self.best:
+            config, cost = self.best
+            cost_text = f"{cost / 1e6:.3f} Mcycles, emulated," if self.emulated else f"{cost:.3f} ms"
+            best = f"best {cost_text} {config.id}"
         return f"{best} | measured {counts.measured + counts.stored}, {fallen}"
 
 

@@ -2,17 +2,28 @@
 
 A candidate passes three gates (arithmetic, compiler, numbers), is timed, and is stored when it is decided. The best few
 are raced again at the end, side by side with the presets and PyTorch's own kernels: the fastest of ours is the winner.
+
+An emulated search slows the card to another one's pace: cycles rank instead of times, PyTorch's kernels do not run, and
+the best is stored as the best emulated one, which never wins.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ..db.errors import InvalidRecord
-from ..db.records import Environment, MeasurementRecord, StoredMeasurement, VerificationRecord
+from ..db.records import (
+    EMULATED,
+    MEASURED,
+    Environment,
+    MeasurementRecord,
+    StoredMeasurement,
+    VerificationRecord,
+)
 from ..gen.build import Variant
 from ..gen.config import PRESETS, Config, preset_name
 from ..gen.device import Device
@@ -24,7 +35,7 @@ from .candidates import Builder, Candidate, CandidateSearch, Compiled
 from .options import LIMITS, SearchOptions
 from .proposals import Outcome, Proposals, StudyLog
 from .report import Progress, Row, SearchResult
-from .timing import RACE_POLICY, SEARCH_POLICY, Policy, Timing, Timings
+from .timing import RACE_POLICY, SEARCH_POLICY, Cycles, Policy, Timing, Timings
 from .worker import CandidateError
 
 if TYPE_CHECKING:
@@ -157,11 +168,11 @@ class _Tuning(CandidateSearch):
     ) -> None:
         super().__init__(problem, device, store, options, builder, progress)
         self._bench, self._environment = bench, environment
-        self._times_ms: dict[Config, float] = {}
+        self._costs: dict[Config, float] = {}
         self._unfit: dict[Config, str] = {}
         self._incumbent: Variant | None = None
         self._noisy = 0
-        name = store.study_name(problem, device, options.limits, space_hash())
+        name = store.study_name(problem, device, options.limits, space_hash(), emulate=options.emulate)
         conditions = " ".join(
             (
                 f"{environment.gpu.name} {environment.gpu.capability}",
@@ -184,7 +195,7 @@ class _Tuning(CandidateSearch):
                 self.counts.earlier += 1
                 self._note(config, outcome)
         try:
-            if self.best and proposals.remaining:
+            if self.best and proposals.remaining and not self.options.emulate:
                 self._incumbent = self.compile_all([self.best[0]])[self.best[0]].variant
             self.try_candidates(proposals)
             rows, winner = self._race()
@@ -202,7 +213,9 @@ class _Tuning(CandidateSearch):
 
     def known_outcome(self, candidate: Candidate) -> Outcome | None:
         stored = self._stored(candidate.config, candidate.source)
-        return Outcome.timed(stored.record.median_ms) if stored else None
+        if stored is None:
+            return None
+        return self._outcome(stored.record.cycles if self.options.emulate else stored.record.median_ms)
 
     def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
         if compiled.limits_variant:
@@ -217,17 +230,27 @@ class _Tuning(CandidateSearch):
             if not verification.passed:
                 return Outcome("failed", reason=f"wrong: {verification.reason}")
             timings = self._time_beside_incumbent(compiled.variant)
-            timing = timings[candidate.config.id]
-            outcome = Outcome.timed(timing.median_ms)
-            if outcome.ms is not None:
-                self._record_time(variant_id, timing, SEARCH_POLICY, timings.clock_mhz)
+            outcome = self._outcome(self._cost(candidate.config, timings))
+            if outcome.cost is not None:
+                self._record_time(variant_id, candidate.config, timings, SEARCH_POLICY)
         except (CandidateError, InvalidRecord) as error:
             return Outcome("failed", reason=str(error))
-        if outcome.ms is not None:
+        if outcome.cost is not None:
             self.counts.measured += 1
-            if self.best is None or outcome.ms < self.best[1]:
+            # Cycles do not depend on the clock: nothing has to run beside an emulated one.
+            if not self.options.emulate and (self.best is None or outcome.cost < self.best[1]):
                 self._incumbent = compiled.variant
         return outcome
+
+    def _cost(self, config: Config, timings: Timings) -> float:
+        """What ranks a configuration: its median time in ms, or its median cycles."""
+        if not self.options.emulate:
+            return timings[config.id].median_ms
+        counted = timings.cycles.get(config.id)
+        return counted.median if counted else math.nan
+
+    def _outcome(self, cost: float | None) -> Outcome:
+        return Outcome.timed(math.nan if cost is None else cost, "cycles" if self.options.emulate else "ms")
 
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
         self._log.add(candidate.config, outcome)
@@ -236,10 +259,10 @@ class _Tuning(CandidateSearch):
     def _note(self, config: Config, outcome: Outcome) -> None:
         if outcome.reason:
             self._unfit[config] = outcome.reason
-        if outcome.ms is not None:
-            self._times_ms[config] = outcome.ms
-            if self.best is None or outcome.ms < self.best[1]:
-                self.best = (config, outcome.ms)
+        if outcome.cost is not None:
+            self._costs[config] = outcome.cost
+            if self.best is None or outcome.cost < self.best[1]:
+                self.best = (config, outcome.cost)
 
     def _time_beside_incumbent(self, variant: Variant) -> Timings:
         """Times a candidate in turns with the best one so far, whose time tells whether the card is what it was."""
@@ -255,7 +278,7 @@ class _Tuning(CandidateSearch):
         slowed = ""
         if self._incumbent and not timings.notice:
             config = self._incumbent.source.config
-            ratio = timings[config.id].median_ms / self._times_ms[config]
+            ratio = timings[config.id].median_ms / self._costs[config]
             if ratio > _SLOWED:
                 slowed = f"the best so far takes {ratio - 1:.0%} longer than before: is the GPU busy, or hot?"
         if timings.notice or slowed:
@@ -267,12 +290,13 @@ class _Tuning(CandidateSearch):
     def _race(self) -> tuple[list[Row], Row | None]:
         """Times the best few again, with the presets and PyTorch's kernels; the fastest of ours is stored as winner."""
         racers, rows = self._racers()
+        peers = () if self.options.emulate else PEERS
         timings: Timings | None = None
         while racers and timings is None:
             self.tell(f"racing {len(racers)} finalists and presets")
             try:
                 with self.wait("time"):
-                    timings = self._bench.time(self.problem, [racer.variant for racer in racers], PEERS, RACE_POLICY)
+                    timings = self._bench.time(self.problem, [racer.variant for racer in racers], peers, RACE_POLICY)
             except CandidateError as error:
                 fallen = [racer for racer in racers if racer.variant.source.config.id == error.candidate] or racers
                 rows += [replace(racer.row, note=str(error)) for racer in fallen]
@@ -282,34 +306,55 @@ class _Tuning(CandidateSearch):
             return rows, None
         if timings.notice:
             self.notice(timings.notice)
-        rows += [_peer_row(name, timings) for name in PEERS]
+        rows += [_peer_row(name, timings) for name in peers]
         winner: Row | None = None
-        for racer in sorted(racers, key=lambda racer: timings[racer.variant.source.config.id].median_ms):
-            timing = timings[racer.variant.source.config.id]
+        raced = timings
+        for racer in sorted(racers, key=lambda racer: self._cost(racer.variant.source.config, raced)):
+            config = racer.variant.source.config
             try:
-                measurement_id = self._record_time(racer.variant_id, timing, RACE_POLICY, timings.clock_mhz)
+                measurement_id = self._record_time(racer.variant_id, config, timings, RACE_POLICY)
             except InvalidRecord as error:
                 rows.append(replace(racer.row, note=str(error)))
                 continue
-            row = _timed_row(racer.row, timing)
+            if self.options.emulate:
+                row = racer.row.counted(timings.cycles[config.id], self.problem, self.device)
+            else:
+                row = _timed_row(racer.row, timings[config.id])
             if winner is None and racer.may_win:
                 row = winner = replace(row, kernel="best" if row.kernel == "finalist" else row.kernel)
                 chosen = (measurement_id, racer.verification_id)
             rows.append(row)
-        if winner and not self.store.set_winner(
-            self.problem, self._environment, self.options.limits, *chosen, partial=False
-        ):
+        if winner and not self._set_best(*chosen, partial=False):
             self.notes.append("another search has stored a faster winner meanwhile, which stays")
-        return sorted(rows, key=lambda row: row.ms or float("inf")), winner
+        return sorted(rows, key=lambda row: row.ms or row.cycles or math.inf), winner
+
+    def _set_best(self, measurement_id: int, verification_id: int, *, partial: bool) -> bool:
+        """Proposes the winner, or the best emulated one."""
+        if self.options.emulate:
+            return self.store.set_emulated_best(
+                self.problem, self._environment, self.options.emulate, measurement_id, verification_id, partial
+            )
+        return self.store.set_winner(
+            self.problem, self._environment, self.options.limits, measurement_id, verification_id, partial
+        )
+
+    def _present_best(self) -> Config | None:
+        """What is stored as the winner, or as the best emulated one."""
+        gpu = self._environment.gpu
+        if self.options.emulate:
+            best = self.store.emulated_best(self.problem, gpu, self.options.emulate)
+            return best.config if best else None
+        winner = self.store.winner(self.problem, gpu, self.options.limits)
+        return winner.config if winner else None
 
     def _racers(self) -> tuple[list[_Racer], list[Row]]:
         """Who runs in the final race, and for each that should and cannot a row with the reason."""
         names = {config: name for name, config in PRESETS.items() if config in self.configs}
-        for config in sorted(self._times_ms, key=self._times_ms.__getitem__)[:FINALISTS]:
+        for config in sorted(self._costs, key=self._costs.__getitem__)[:FINALISTS]:
             names.setdefault(config, "finalist")
-        present = self.store.winner(self.problem, self._environment.gpu, self.options.limits)
-        if present and present.config in self.configs:
-            names.setdefault(present.config, "finalist")
+        present = self._present_best()
+        if present in self.configs:
+            names.setdefault(present, "finalist")
         self.tell(f"compiling {len(names)} finalists and presets")
         racers = []
         rows = [
@@ -339,7 +384,7 @@ class _Tuning(CandidateSearch):
         if compiled.refused or compiled.variant is None or variant_id is None:
             raise CandidateError(compiled.refused.reason if compiled.refused else "it was not compiled")
         checks = [self._bench.verify_at]
-        if config not in self._times_ms:  # no candidate of this search, nor of one before under these conditions
+        if config not in self._costs:  # no candidate of this search, nor of one before under these conditions
             checks.insert(0, self._bench.verify)
         for check in checks:
             with self.wait("verify"):
@@ -352,40 +397,43 @@ class _Tuning(CandidateSearch):
 
     def _may_win(self, limits_variant: Variant | None) -> bool:
         """Whether a variant keeps to the limits: a preset that does not still runs, to be compared with."""
-        if not self.options.limits:
+        if not self.options.within:
             return True
         compiled = limits_variant.resources if limits_variant else None
         return compiled is not None and compiled.spill_bytes == 0
 
     def _keep_best(self) -> Row | None:
         """Makes the best that was measured so far the winner, marked as partial; returns its row."""
-        for config in sorted(self._times_ms, key=self._times_ms.__getitem__):
-            source = render(self.problem, config)
-            stored = self._stored(config, source)
-            if stored is None or stored.verification_id is None or not self._kept_to_limits(config, source):
+        for config in sorted(self._costs, key=self._costs.__getitem__):
+            stored = self._stored(config, self.source(config))
+            if stored is None or stored.verification_id is None or not self._kept_to_limits(config):
                 continue
-            self.store.set_winner(
-                self.problem, self._environment, self.options.limits, stored.id, stored.verification_id, partial=True
-            )
+            self._set_best(stored.id, stored.verification_id, partial=True)
             record, variant = stored.record, stored.variant
+            row = self.row(preset_name(config) or "best", config)
+            if record.cycles is not None:
+                samples = Cycles(record.cycles, record.cycles, record.cycles, record.samples)
+                row = row.counted(samples, self.problem, self.device)
+            else:
+                row = replace(row, ms=record.median_ms, low_ms=record.low_ms, high_ms=record.high_ms)
             return replace(
-                self.row(preset_name(config) or "best", config),
-                ms=record.median_ms,
-                low_ms=record.low_ms,
-                high_ms=record.high_ms,
+                row,
                 max_error=stored.verification.max_error if stored.verification else None,
                 registers=variant.registers,
                 spill_bytes=variant.spill_bytes,
             )
         return None
 
-    def _kept_to_limits(self, config: Config, source: Source) -> bool:
+    def _kept_to_limits(self, config: Config) -> bool:
         """`_may_win`, from what is stored."""
-        if not self.options.limits:
+        if not self.options.within:
             return True
-        arch = LIMITS[self.options.limits].arch
         variant = self.store.find_variant(
-            self.problem, config, source_hash=source.hash, arch=arch, toolchain=self._environment.toolkit
+            self.problem,
+            config,
+            source_hash=render(self.problem, config).hash,
+            arch=LIMITS[self.options.within].arch,
+            toolchain=self._environment.toolkit,
         )
         return variant is not None and variant.spill_bytes == 0
 
@@ -395,12 +443,19 @@ class _Tuning(CandidateSearch):
             self.problem,
             config,
             self._environment,
-            self.options.limits,
+            self.options.within,
             policy=SEARCH_POLICY.id,
             source_hash=source.hash,
+            kind=EMULATED if self.options.emulate else MEASURED,
         )
 
-    def _record_time(self, variant_id: int, timing: Timing, policy: Policy, clock_mhz: float | None) -> int:
+    def _record_time(self, variant_id: int, config: Config, timings: Timings, policy: Policy) -> int:
+        """Stores a measurement.
+
+        Raises:
+            InvalidRecord: It is none.
+        """
+        timing, counted = timings[config.id], timings.cycles.get(config.id)
         return self.store.record_measurement(
             self.problem,
             variant_id,
@@ -411,8 +466,10 @@ class _Tuning(CandidateSearch):
                 low_ms=timing.low_ms,
                 high_ms=timing.high_ms,
                 samples=timing.samples,
-                clock_mhz=clock_mhz,
-                limits=self.options.limits,
+                clock_mhz=timings.clock_mhz,
+                limits=self.options.within,
+                kind=EMULATED if self.options.emulate else MEASURED,
+                cycles=counted.median if counted else None,
             ),
         )
 

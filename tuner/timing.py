@@ -67,8 +67,34 @@ class Timing:
     @classmethod
     def of(cls, times_ms: list[float]) -> Timing:
         """Of one time or more."""
-        low, *_, high = statistics.quantiles(times_ms, n=10, method="inclusive") if len(times_ms) > 1 else times_ms * 2
-        return cls(statistics.median(times_ms), low, high, len(times_ms))
+        return cls(*_median_and_quantiles(times_ms), len(times_ms))
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """What a kernel counted of itself: the cycles of its main kernel on the SM that took longest.
+
+    Attributes:
+        median: The median.
+        low: The 10 % quantile.
+        high: The 90 % quantile.
+        samples: How many launches were counted.
+    """
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+    @classmethod
+    def of(cls, counts: list[int]) -> Cycles:
+        """Of one launch or more."""
+        return cls(*_median_and_quantiles([float(count) for count in counts]), len(counts))
+
+
+def _median_and_quantiles(values: list[float]) -> tuple[float, float, float]:
+    low, *_, high = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values * 2
+    return statistics.median(values), low, high
 
 
 @dataclass(frozen=True)
@@ -78,10 +104,12 @@ class Timed:
     Attributes:
         run: Enqueues it once.
         poison: Fills its outputs with what no kernel writes; outside of the time that counts.
+        cycles: Waits for the last run and says what it counted; None where the kernel counts no cycles.
     """
 
     run: Callable[[], None]
     poison: Callable[[], None] = lambda: None
+    cycles: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +121,14 @@ class Timings(Mapping[str, Timing]):
         clock_mhz: The SM clock under load, where it is known.
         notice: One line on noise; empty where there was little.
         unavailable: For each of PyTorch's kernels that did not run the reason.
+        cycles: Of the kernels that count them, by name.
     """
 
     by_name: dict[str, Timing]
     clock_mhz: float | None = None
     notice: str = ""
     unavailable: dict[str, str] = field(default_factory=dict)
+    cycles: dict[str, Cycles] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Timing:
         return self.by_name[name]
@@ -155,7 +185,28 @@ def time_kernels(
         for name, elapsed_ms in zip(order, stopwatch.read(), strict=True):
             times_ms[name].append(elapsed_ms)
     timings = {name: Timing.of(times) for name, times in times_ms.items()}
-    return Timings(timings, clock_mhz=clock_mhz, notice=_notice(timings, stopwatch.processes()))
+    notice = _notice(timings, stopwatch.processes())
+    return Timings(timings, clock_mhz=clock_mhz, notice=notice, cycles=_count_cycles(kernels, policy, stopwatch))
+
+
+def _count_cycles(
+    kernels: Mapping[str, Timed], policy: Policy, stopwatch: _CudaStopwatch | _HostStopwatch
+) -> dict[str, Cycles]:
+    """Runs the kernels that count their cycles, each alone: the count has to be read before the next run.
+
+    On a cold L2 too.
+    """
+    counted = {}
+    for name, kernel in kernels.items():
+        if kernel.cycles is None:
+            continue
+        counts = []
+        for _ in range(policy.min_samples):
+            stopwatch.measure(kernel)
+            stopwatch.read()
+            counts.append(kernel.cycles())
+        counted[name] = Cycles.of(counts)
+    return counted
 
 
 def _notice(timings: Mapping[str, Timing], processes: int | None) -> str:

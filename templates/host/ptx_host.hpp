@@ -800,4 +800,32 @@ void wgmma_rs(float (&accumulator)[SIZE], const uint32_t (&a)[4], uint64_t b, bo
   block().execute_in_warp(Instruction::INSTRUCTION, &operands, line);
 }
 
+// ---- what only probed kernels need ----
+
+// All blocks run on one SM, whose clock counts nanoseconds.
+inline uint32_t sm_index() { return 0; }
+
+inline uint64_t sm_clock() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+inline void reduce_min_global(uint64_t* pointer, uint64_t value, int line = __builtin_LINE()) {
+  block().check_global(pointer, 8, 8, true, "red.global.min.u64", line);
+  uint64_t old = __atomic_load_n(pointer, __ATOMIC_RELAXED);
+  while (value < old && !__atomic_compare_exchange_n(pointer, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+inline void reduce_max_global(uint64_t* pointer, uint64_t value, int line = __builtin_LINE()) {
+  block().check_global(pointer, 8, 8, true, "red.global.max.u64", line);
+  uint64_t old = __atomic_load_n(pointer, __ATOMIC_RELAXED);
+  while (value > old && !__atomic_compare_exchange_n(pointer, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+// A CPU keeps no pace, and dummy mma change no result: there are none.
+inline void pace_begin() {}
+
 }  // namespace ptx

@@ -17,7 +17,7 @@ from pathlib import Path
 import optuna
 
 from bwdtune.db.models import SCHEMA
-from bwdtune.db.records import Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
+from bwdtune.db.records import EMULATED, Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
 from bwdtune.db.store import Store
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.problem import Problem
@@ -45,6 +45,16 @@ def main() -> None:
                 problem, variant, MeasurementRecord(environment, "search-1", time_ms, time_ms - 0.1, time_ms + 0.1, 20)
             )
             store.set_winner(problem, environment, None, measurement, verification)
+    emulated = replace(square, batch=1)
+    variant = store.record_variant(
+        emulated, VariantRecord(PRESETS["v3"], "with dummies", "templates", "sm_90a", "13.0.88")
+    )
+    verification = store.record_verification(emulated, variant, VerificationRecord(True, 2e-3))
+    record = MeasurementRecord(
+        environment, "race-1", 14.0, 13.9, 14.1, 30, limits="sm_120", kind=EMULATED, cycles=25.5e6
+    )
+    measurement = store.record_measurement(emulated, variant, record)
+    store.set_emulated_best(emulated, environment, "sm_120", measurement, verification)
     failed = VariantRecord(
         replace(PRESETS["v1"], stages=3), "source", "templates", "sm_90a", "13.0.88", "failed", "ptxas died"
     )

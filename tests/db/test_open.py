@@ -29,6 +29,8 @@ from bwdtune.gen.config import PRESETS
 from bwdtune.gen.errors import BwdtuneError
 
 FIXTURES = Path(__file__).parent / "fixtures"
+SCHEMA = models.SCHEMA
+NEWEST = FIXTURES / f"schema_{int(SCHEMA)}.sqlite"
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -193,54 +195,54 @@ def _fifo(path: Path) -> None:
 
 
 def _truncated(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     os.truncate(path, path.stat().st_size // 2)
 
 
 def _cut_to_one_page(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     os.truncate(path, 4096)
 
 
 def _damaged_header(path: Path) -> None:
-    data = bytearray((FIXTURES / "schema_1.sqlite").read_bytes())
+    data = bytearray((NEWEST).read_bytes())
     data[16:100] = b"\xaa" * 84
     path.write_bytes(data)
 
 
 def _damaged_first_page(path: Path) -> None:
-    data = bytearray((FIXTURES / "schema_1.sqlite").read_bytes())
+    data = bytearray((NEWEST).read_bytes())
     data[100:4096] = b"\xaa" * 3996
     path.write_bytes(data)
 
 
 def _damaged_pages(path: Path) -> None:
     """Of a table in the middle, so that the schema still can be read."""
-    data = bytearray((FIXTURES / "schema_1.sqlite").read_bytes())
-    with contextlib.closing(sqlite3.connect(FIXTURES / "schema_1.sqlite")) as connection:
+    data = bytearray((NEWEST).read_bytes())
+    with contextlib.closing(sqlite3.connect(NEWEST)) as connection:
         (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'verifications'").fetchone()
     data[(page - 1) * 4096 : page * 4096] = b"\xaa" * 4096
     path.write_bytes(data)
 
 
 def _a_column_less(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     execute(path, "ALTER TABLE measurements DROP COLUMN clock_mhz")
 
 
 def _a_table_less(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     execute(path, "DROP TABLE winners")
 
 
 def _no_version(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     execute(path, "DELETE FROM bwdtune_schema_version")
 
 
 def _two_versions(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
-    execute(path, "INSERT INTO bwdtune_schema_version VALUES ('0002')")
+    shutil.copy(NEWEST, path)
+    execute(path, f"INSERT INTO bwdtune_schema_version VALUES ('{int(SCHEMA) + 1:04}')")
 
 
 def _mlflow(path: Path) -> None:
@@ -276,7 +278,7 @@ def _optuna_alone(path: Path) -> None:
 
 
 def _newer(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     execute(path, "UPDATE bwdtune_schema_version SET version_num = '0417'", "DROP TABLE winners")
 
 
@@ -332,7 +334,7 @@ class TestBroken:
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_any_damage(self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
         """It opens, or is refused, and reading it raises no error but ours."""
-        whole = (FIXTURES / "schema_1.sqlite").read_bytes()
+        whole = (NEWEST).read_bytes()
         start = data.draw(st.integers(0, len(whole) - 1))
         patch = data.draw(st.binary(min_size=1, max_size=64))
         keep = data.draw(st.sampled_from([len(whole), start + len(patch)]))
@@ -412,7 +414,7 @@ class TestNew:
     ) -> None:
         monkeypatch.setattr(connect, "network_file_system", lambda _: "nfs4")
         if when == "old":
-            shutil.copy(FIXTURES / "schema_1.sqlite", database)
+            shutil.copy(NEWEST, database)
         with contextlib.closing(Store.open(database)) as store:
             assert "network file system (nfs4)" in caplog.text
             assert len(store.winners()) == (0 if when == "new" else 2)
@@ -467,7 +469,7 @@ class TestReadOnly:
         """A directory that the ordinary user can reach (pytest's own are private), with a database."""
         directory = Path(tempfile.mkdtemp())
         directory.chmod(0o755)
-        shutil.copy(FIXTURES / "schema_1.sqlite", directory / "x.sqlite")
+        shutil.copy(NEWEST, directory / "x.sqlite")
         Store.open(directory / "x.sqlite").close()
         (directory / "x.sqlite").chmod(0o444)
         yield directory
@@ -561,7 +563,7 @@ os.kill(os.getpid(), 9)
 @pytest.mark.parametrize("journal", ["WAL", "DELETE"])
 @pytest.mark.parametrize("read_only", [True, False])
 def test_what_a_killed_writer_left_is_put_right(database: Path, journal: str, read_only: bool) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", database)
+    shutil.copy(NEWEST, database)
     with contextlib.closing(Store.open(database)) as store:
         before = store.winners()
     killed_while_writing(database, journal)
@@ -636,15 +638,15 @@ class TestUpgrade:
     def test_one_that_fails_changes_nothing(
         self, database: Path, next_version: Path, statement: str, cause: type[DatabaseError]
     ) -> None:
-        shutil.copy(FIXTURES / "schema_1.sqlite", database)
+        shutil.copy(NEWEST, database)
         next_version.write_text(next_version.read_text() + f"    op.execute({statement!r})\n")
         refused(cause, database)
         with contextlib.closing(sqlite3.connect(database)) as connection:
-            assert connection.execute("SELECT version_num FROM bwdtune_schema_version").fetchall() == [("0001",)]
+            assert connection.execute("SELECT version_num FROM bwdtune_schema_version").fetchall() == [(SCHEMA,)]
             assert "note" not in {row[1] for row in connection.execute("PRAGMA table_info(variants)")}
 
     def test_one_that_breaks_a_reference_changes_nothing(self, database: Path, next_version: Path) -> None:
-        shutil.copy(FIXTURES / "schema_1.sqlite", database)
+        shutil.copy(NEWEST, database)
         next_version.write_text(next_version.read_text() + "    op.execute('DELETE FROM variants')\n")
         with pytest.raises(errors.CorruptDatabase, match="refers to a missing row"):
             Store.open(database)
@@ -654,7 +656,7 @@ class TestUpgrade:
     def test_without_room_for_a_copy_nothing_changes(
         self, database: Path, next_version: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        shutil.copy(FIXTURES / "schema_1.sqlite", database)
+        shutil.copy(NEWEST, database)
 
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
@@ -662,7 +664,7 @@ class TestUpgrade:
         monkeypatch.setattr(Path, "replace", full)
         assert "No space left" in refused(errors.DatabaseUnavailable, database)
         with contextlib.closing(sqlite3.connect(database)) as connection:
-            assert connection.execute("SELECT version_num FROM bwdtune_schema_version").fetchall() == [("0001",)]
+            assert connection.execute("SELECT version_num FROM bwdtune_schema_version").fetchall() == [(SCHEMA,)]
         assert not [path for path in database.parent.iterdir() if "backup" in path.name]
 
 

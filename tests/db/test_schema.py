@@ -94,9 +94,9 @@ class TestWinners:
 
     @pytest.mark.parametrize("kind", ["measured", "emulated"])
     def test_an_emulated_time_does_not_do(self, examples: Any, raw: Any, row: dict[str, Any], kind: str) -> None:
-        emulated = examples.contender(kind="emulated")[0]
+        emulated = examples.contender(kind="emulated", limits="sm_120", cycles=2e7)[0]
         with pytest.raises(sqlite3.IntegrityError):
-            insert(raw, "winners", **{**row, "measurement_id": emulated, "measurement_kind": kind})
+            insert(raw, "winners", **{**row, "limits": "sm_120", "measurement_id": emulated, "measurement_kind": kind})
 
     def test_a_verdict_cannot_be_taken_back_behind_a_winner(self, raw: Any, row: dict[str, Any]) -> None:
         insert(raw, "winners", **row)
@@ -124,6 +124,8 @@ def test_what_is_no_time_cannot_be_written(examples: Any, raw: Any, column: str,
         ("measurements", "high_ms", 4.5),
         ("measurements", "samples", 0),
         ("measurements", "kind", "guessed"),
+        ("measurements", "kind", "emulated"),  # without cycles
+        ("measurements", "cycles", float("inf")),
         ("measurements", "limits", None),
         ("variants", "status", "maybe"),
         ("verifications", "max_error", None),

@@ -131,7 +131,7 @@ def test_an_interrupted_search_wins_by_its_time(any_examples: Any) -> None:
 
 
 def _emulated(examples: Any) -> tuple[int, int]:
-    return examples.contender(kind=EMULATED)
+    return examples.contender(kind=EMULATED, limits="sm_120", cycles=25.5e6)
 
 
 def _failed_verification(examples: Any) -> tuple[int, int]:
@@ -458,3 +458,57 @@ def test_a_study_is_of_one_problem_card_limit_and_space(examples: Any) -> None:
 def test_config_from_dict_refuses_what_a_database_might_hold() -> None:
     with pytest.raises(UsageError):
         config_from_dict({**PRESETS["v1"].to_dict(), "block_q": "64; asm"})
+
+
+class TestEmulatedBests:
+    """What is best on a card that another one stands for: ranked by cycles, and kept apart from winners."""
+
+    def propose(self, examples: Any, contender: tuple[int, int], target: str = "sm_120", **options: Any) -> bool:
+        return examples.store.set_emulated_best(examples.problem, examples.environment, target, *contender, **options)
+
+    def contender(self, examples: Any, config: Config, cycles: float, median_ms: float = 14.0) -> tuple[int, int]:
+        return examples.contender(config, median_ms, kind=EMULATED, limits="sm_120", cycles=cycles)
+
+    def test_fewer_cycles_win_whatever_the_time(self, any_examples: Any) -> None:
+        assert self.propose(any_examples, self.contender(any_examples, PRESETS["v3"], 25e6, 15.0))
+        assert not self.propose(any_examples, self.contender(any_examples, PRESETS["v2"], 26e6, 14.0))
+        assert self.propose(any_examples, self.contender(any_examples, PRESETS["v1"], 24e6, 16.0))
+        best = any_examples.store.emulated_best(any_examples.problem, any_examples.gpu, "sm_120")
+        assert (best.config, best.cycles, best.target) == (PRESETS["v1"], 24e6, "sm_120")
+        assert any_examples.store.emulated_bests() == [best]
+        assert any_examples.store.emulated_best(any_examples.problem, any_examples.gpu, "sm_90") is None
+
+    def test_it_is_no_winner(self, any_examples: Any) -> None:
+        contender = self.contender(any_examples, PRESETS["v3"], 25e6)
+        with pytest.raises(NotAWinner, match="it was emulated, not measured"):
+            any_examples.propose(contender, limits="sm_120")
+        self.propose(any_examples, contender)
+        assert any_examples.store.winners() == []
+        assert any_examples.store.winner(any_examples.problem, any_examples.gpu, "sm_120") is None
+        (measurement,) = any_examples.store.measurements(any_examples.problem)
+        assert measurement.verified
+        assert not measurement.valid
+
+    def test_what_was_measured_is_no_emulated_best(self, any_examples: Any) -> None:
+        with pytest.raises(NotAWinner, match="it was measured, not emulated"):
+            self.propose(any_examples, any_examples.contender(limits="sm_120", cycles=3e6))
+
+    def test_a_failed_verification_ends_it(self, any_examples: Any) -> None:
+        self.propose(any_examples, self.contender(any_examples, PRESETS["v2"], 25e6))
+        any_examples.verification(any_examples.variant(), passed=False)
+        assert any_examples.store.emulated_bests() == []
+
+    def test_an_emulated_measurement_is_found_as_one(self, any_examples: Any) -> None:
+        self.contender(any_examples, PRESETS["v2"], 25e6)
+        wanted = {"limits": "sm_120", "policy": "search-1", "source_hash": "0123456789abcdef"}
+        find = any_examples.store.measurement_for
+        about = (any_examples.problem, PRESETS["v2"], any_examples.environment)
+        assert find(*about, **wanted) is None
+        assert find(*about, **wanted, kind=EMULATED).record.cycles == 25e6
+
+    @pytest.mark.parametrize("changes", [{"cycles": None}, {"limits": None}, {"cycles": float("nan")}, {"cycles": 0.0}])
+    def test_without_cycles_and_a_card_there_is_none(self, changes: dict[str, Any]) -> None:
+        where = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.13.0")
+        record = MeasurementRecord(where, "p", 5.0, 5.0, 5.0, 9, limits="sm_120", kind=EMULATED, cycles=2e7)
+        with pytest.raises(InvalidRecord):
+            replace(record, **changes)

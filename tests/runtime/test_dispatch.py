@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from bwdtune.db.records import GpuKey
+from bwdtune.db.records import Environment, GpuKey
+from bwdtune.db.shipped import Shipped, write_shipped
 from bwdtune.db.store import Store
 from bwdtune.gen.build import build_one
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render
 from bwdtune.runtime import dispatch
 from bwdtune.runtime.dispatch import choose
 from bwdtune.runtime.gpu import NoGpuError
@@ -198,3 +200,73 @@ def test_the_import_loads_no_database_and_no_optimiser() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
+
+
+class TestShipped:
+    """What this version ships comes after what is stored."""
+
+    ROW = Shipped(
+        problem=PROBLEM,
+        config=PRESETS["v1"],
+        gpu=GpuKey(HOST.name, "host"),
+        kind="measured",
+        environment=Environment(GpuKey(HOST.name, "host"), "host", "580", "13.0", "2.13"),
+        policy="race",
+        date="2026-01-01",
+        command="tuner search",
+        ms=1.0,
+        cycles=None,
+        max_error=2e-3,
+        source_hash=render(PROBLEM, PRESETS["v1"]).hash,
+        template_hash="templates",
+    )
+
+    def test_it_computes_where_nothing_is_stored(self, host: Device) -> None:
+        write_shipped([self.ROW])
+        assert chosen_config() == PRESETS["v1"].id
+        reason = choose(PROBLEM, 0).reason
+        assert reason == (
+            "the configuration that is shipped for 2_4_128_64 bf16 causal on host CPU (measured on host CPU)"
+        )
+
+    def test_a_users_winner_comes_first(self, host: Device, store_winner: Callable[..., None]) -> None:
+        write_shipped([self.ROW])
+        store_winner(Problem.parse("2_4_1024_64", causal=True), PRESETS["v2"])
+        assert chosen_config() == PRESETS["v2"].id
+
+    def test_it_stands_in_for_a_winner_that_cannot_be_used(
+        self, host: Device, store_winner: Callable[..., None]
+    ) -> None:
+        write_shipped([self.ROW])
+        store_winner(PROBLEM, PRESETS["v2"], source_hash="of yesterday")
+        assert chosen_config() == PRESETS["v1"].id
+
+    def test_an_emulated_one_says_so(self, host: Device) -> None:
+        write_shipped([replace(self.ROW, kind="emulated", ms=None, cycles=2e7)])
+        assert choose(PROBLEM, 0).kernel
+        assert "(emulated on host CPU, not measured)" in choose(PROBLEM, 0).reason
+
+    def test_the_same_model_comes_first_then_the_nearest_problem(self, host: Device) -> None:
+        far = Problem.parse("2_4_4096_64", causal=True)
+        write_shipped(
+            [
+                replace(self.ROW, gpu=GpuKey("another CPU", "host"), config=PRESETS["v3"], source_hash="unused"),
+                replace(self.ROW, problem=far, config=PRESETS["v2"], source_hash=render(far, PRESETS["v2"]).hash),
+                self.ROW,
+            ]
+        )
+        assert chosen_config() == PRESETS["v1"].id
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"gpu": GpuKey("NVIDIA H200", "9.0")},
+            {"problem": Problem.parse("2_4_128_64")},
+            {"source_hash": "of yesterday"},
+            {"config": replace(PRESETS["v1"], block_q=16)},
+        ],
+        ids=lambda changes: next(iter(changes)),
+    )
+    def test_it_counts_only_where_it_is_valid(self, host: Device, changes: dict) -> None:
+        write_shipped([replace(self.ROW, **changes)])
+        assert choose(PROBLEM, 0).kernel is None

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -13,16 +14,16 @@ from bwdtune.db.records import Environment, GpuKey, MeasurementRecord, VariantRe
 from bwdtune.db.store import Store
 from bwdtune.gen.build import CompiledResources, Variant
 from bwdtune.gen.build import build as real_build
-from bwdtune.gen.config import PRESETS, Config
+from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig
 from bwdtune.gen.device import H200, HOST, RTX_5090, Device
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.render import render, template_hash
+from bwdtune.gen.render import Source, render, template_hash
 from bwdtune.gen.toolchain import find_nvcc
 from bwdtune.runtime.gpu import current_device, environment
 from bwdtune.tuner import bench as module
 from bwdtune.tuner.bench import DEFAULT_KERNELS, BenchReport, bench
-from bwdtune.tuner.timing import RACE_POLICY, Policy, Timing, Timings
+from bwdtune.tuner.timing import RACE_POLICY, Cycles, Policy, Timing, Timings
 from bwdtune.tuner.worker import CandidateError, Worker
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
@@ -60,7 +61,11 @@ class FakeWorker:
                 raise CandidateError(reason, name)
         present = {name: TIMES_MS[name] for name in names if name not in self.unavailable}
         timings = {name: Timing(ms, ms * 0.99, ms * 1.01, 40) for name, ms in present.items()}
-        return Timings(timings, 1700.0, "the GPU is busy", self.unavailable)
+        probed = [variant.source.config.id for variant in variants if variant.source.probed]
+        cycles = {
+            name: Cycles(TIMES_MS[name] * 3e6, TIMES_MS[name] * 2.9e6, TIMES_MS[name] * 3.1e6, 30) for name in probed
+        }
+        return Timings(timings, 1700.0, "the GPU is busy", self.unavailable, cycles)
 
 
 @pytest.fixture(autouse=True)
@@ -70,11 +75,12 @@ def compiled(monkeypatch) -> list[Config]:
 
     def build(sources, arch, cache=None):
         configs.extend(source.config for source in sources)
-        return [variant(source.config, arch) for source in sources]
+        return [variant(source, arch) for source in sources]
 
-    def variant(config: Config, arch: str) -> Variant:
-        figures = CompiledResources(255, 40 if config == V1 else 0, 0, 0, 1)
-        return Variant(render(SEED, config), arch, None, "key", "13.0.88", figures, "ok", "", None, 5.0, False)
+    def variant(source: Source, arch: str) -> Variant:
+        spills = source.config == V1 or (source.config.stages == 3 and arch == RTX_5090.arch)
+        figures = CompiledResources(255, 40 if spills else 0, 0, 0, 1)
+        return Variant(source, arch, None, "key", "13.0.88", figures, "ok", "", None, 5.0, False)
 
     monkeypatch.setattr(module, "build", build)
     return configs
@@ -298,6 +304,146 @@ def test_a_real_worker_on_the_cpu(monkeypatch):
     assert all("GPU only" in peer.note for peer in peers)
     assert ours.ms > 0
     assert ours.max_error < 0.01
+
+
+def test_cycles_of_a_real_worker_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(module, "build", real_build)
+    problem = Problem.parse("1_2_65_64", causal=True)
+    with Worker("cpu") as worker:
+        report = bench(
+            problem,
+            ["v3"],
+            HOST,
+            environment=environment(HOST, "g++"),
+            worker=worker,
+            open_store=no_store,
+            command="tuner bench",
+            emulate="sm_120",
+        )
+    (row,) = report.rows
+    assert row.note == ""
+    assert row.cycles > 0
+    assert row.low_cycles <= row.cycles <= row.high_cycles
+
+
+# Another card's pace
+
+
+@pytest.fixture
+def emulated_store(store) -> Callable[[], AbstractContextManager[Store]]:
+    """The same database, with emulated results beside: there v3 is best, and of its relation v2."""
+    with store() as opened:
+        path = opened.url.database
+    with closing(Store.open(path)) as opened:
+        for config, cycles in ((V2, 27e6), (V3, 25.5e6)):
+            source = render(SEED, config, emulate="sm_120")
+            record = VariantRecord(config, source.hash, template_hash(), "sm_90a", "13.0.88")
+            variant_id = opened.record_variant(SEED, record)
+            verification_id = opened.record_verification(SEED, variant_id, GOOD)
+            measurement = MeasurementRecord(
+                ENVIRONMENT, "race", 1.0, 1.0, 1.0, 40, limits="sm_120", kind="emulated", cycles=cycles
+            )
+            measurement_id = opened.record_measurement(SEED, variant_id, measurement)
+            opened.set_emulated_best(SEED, ENVIRONMENT, "sm_120", measurement_id, verification_id)
+    return lambda: closing(Store.open(path, read_only=True))
+
+
+def test_emulated_rows_have_cycles_and_no_time(emulated_store):
+    report = run(["v2", "best", "mma"], open_store=emulated_store, emulate="sm_120")
+    shown_as = report.to_dict()
+    assert (shown_as["emulate"], shown_as["limits"]) == ("sm_120", "sm_120")
+    assert [row["config"] for row in shown_as["rows"]] == [V2.id, V3.id, V3.id]
+    for row in shown_as["rows"]:
+        assert row["emulate"] == "sm_120"
+        assert row["ms"] is row["tflops"] is row["percent_of_peak"] is None
+        assert row["cycles"] == TIMES_MS[row["config"]] * 3e6
+        assert 0 < row["tensor_activity"] < 1
+    assert shown_as["rows"][1]["tensor_activity"] == pytest.approx(19.62 / 25.76, abs=1e-3)
+    text = shown(report)
+    for part in ("emulated: at the pace of sm_120", "best (emulated)", "25.760", "76.2%"):
+        assert part in text
+    json.dumps(shown_as, allow_nan=False)
+
+
+def test_a_winner_is_not_the_best_emulated_one(store):
+    best, family = run(["best", "mma"], open_store=store, emulate="sm_120").rows
+    for row in (best, family):
+        assert row.config is None
+        assert "tuner search --emulate sm_120" in row.note
+
+
+def test_the_best_emulated_one_is_no_winner(emulated_store):
+    best, family = run(["best", "mma"], open_store=emulated_store, limits="sm_120").rows
+    assert best.config is family.config is None
+
+
+def test_what_spills_on_the_emulated_card_is_not_raced():
+    spilling = replace(V3, stages=3)
+    worker = FakeWorker()
+    dropped, preset = run([spilling.id, "v1"], worker, emulate="sm_120").rows
+    assert "sm_120a: 40 bytes of registers a thread are spilled" in dropped.note
+    assert preset.cycles, "a preset is a point of reference"
+    assert worker.races == [[V1.id]]
+
+
+def test_nothing_is_emulated_on_the_card_itself():
+    other = replace(ENVIRONMENT, gpu=GpuKey(RTX_5090.name, "12.0"), arch="sm_120a")
+    report = run(["v3"], device=RTX_5090, environment=other, emulate="sm_120")
+    assert (report.emulate, report.limits) == (None, None)
+    assert report.rows[0].ms
+    assert report.rows[0].cycles is None
+
+
+def test_cycles_are_counted_where_they_are_asked_for():
+    report = run(["v3", "cudnn"], cycles=True)
+    ours, peer = report.to_dict()["rows"]
+    assert (ours["ms"], ours["cycles"]) == (8.5866, 8.5866 * 3e6)
+    assert ours["tensor_activity"] == pytest.approx(340_787_200 * 6.08 / (132 * 4 * 8.5866 * 3e6))
+    assert (peer["cycles"], peer["tensor_activity"]) == (None, None)
+    assert report.to_dict()["emulate"] is None
+    assert any("count their cycles" in notice for notice in report.notices)
+    assert "Mcycles" in shown(report)
+    assert "Mcycles" not in shown(run(["v3", "cudnn"]))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "options", "message"),
+    [
+        (["v1"], {"emulate": "sm_121"}, "unknown card to emulate 'sm_121': use sm_120"),
+        (["fa"], {"emulate": "sm_120"}, "fa is PyTorch's"),
+        (["v1"], {"emulate": "sm_120", "device": replace(H200, clocks_per_mma=None)}, "is not known"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(compiled, kernels, options, message):
+    with pytest.raises(UsageError, match=message):
+        run(kernels, **options)
+    assert not compiled
+
+
+# Families
+
+
+def test_families_of_one_group_have_one_name(store, monkeypatch):
+    """A second template for the same instruction: its configurations are of the same group."""
+
+    @dataclass(frozen=True, order=True)
+    class Other(MmaConfig):
+        family: ClassVar[str] = "mma2"
+        group: ClassVar[str] = "mma"
+
+    other = Other(block_q=64, block_kv=64, warps_per_row_group=4)
+    monkeypatch.setitem(FAMILIES, "mma2", Other)
+    monkeypatch.setattr(module, "GROUPS", (*module.GROUPS, "mma2"))
+    monkeypatch.setitem(TIMES_MS, other.id, 7.0)
+    with store() as opened:
+        path = opened.url.database
+    with closing(Store.open(path)) as opened:
+        variant_id = opened.record_variant(SEED, VariantRecord(other, "source", template_hash(), "sm_90a", "13.0.88"))
+        opened.record_verification(SEED, variant_id, GOOD)
+        opened.record_measurement(SEED, variant_id, MeasurementRecord(ENVIRONMENT, "race", 7.0, 7.0, 7.0, 40))
+    with closing(Store.open(path, read_only=True)) as opened:
+        found = module._stored(SEED, ["best", "mma", "mma2"], ENVIRONMENT, None, opened)
+    assert found == {"best": SPECIAL, "mma": other, "mma2": other}
 
 
 @pytest.mark.gpu

@@ -90,7 +90,7 @@ def test_failed_and_refused_candidates_stop_nothing() -> None:
 @pytest.mark.parametrize("time_ms", [math.nan, math.inf, -math.inf, 0.0, -1.0])
 def test_a_time_that_is_none_is_a_failure(time_ms: float) -> None:
     outcome = Outcome.timed(time_ms)
-    assert (outcome.state, outcome.ms) == ("failed", None)
+    assert (outcome.state, outcome.cost) == ("failed", None)
     assert str(time_ms) in outcome.reason
 
 

@@ -37,9 +37,11 @@ from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import H200, HOST, RTX_5090
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import Source
+from bwdtune.gen.resources import estimate
 from bwdtune.gen.space import refusal, valid_configs
 from bwdtune.gen.toolchain import find_compiler
-from bwdtune.tuner.candidates import SPILL_BOUND_BYTES
+from bwdtune.tuner.candidates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
 from bwdtune.tuner.options import SAMPLERS, SearchOptions
 from bwdtune.tuner.report import progress_for
 from bwdtune.tuner.search import PEERS, search
@@ -340,6 +342,118 @@ def test_limits_keep_to_the_other_card(database: Path) -> None:
     assert not refused & {config for config, arch in builder.compiled if arch == "sm_90a"}, "no compile is wasted"
 
 
+# Another card's pace
+
+
+def test_an_emulated_search_ranks_by_cycles(database: Path) -> None:
+    """The slower a fake is by time, the fewer cycles it has."""
+    builder, bench = FakeBuilder(), FakeBench(cycles=lambda config: 4e8 / cost_ms(config))
+    result = run_search(database, builder=builder, bench=bench, trials=20, emulate="sm_120")
+    shown = result.to_dict()
+    assert (shown["emulate"], shown["limits"], shown["winner"]) == ("sm_120", "sm_120", None)
+    ranked = [row for row in result.rows if row.cycles]
+    assert [row.cycles for row in ranked] == sorted(row.cycles for row in ranked if row.cycles)
+    assert shown["emulated_best"]["config"] == ranked[0].config.id
+    assert all((row.emulate, row.ms) == ("sm_120", None) for row in result.rows)
+    assert all(0 < row.tensor_activity < 1 for row in ranked)
+    assert not any(set(names) & set(PEERS) for names in bench.timed), "PyTorch's kernels cannot be emulated"
+    assert all(refusal(PROBLEM, config, RTX_5090) is None for config in bench.verified)
+    for source, arch in builder.sources:
+        assert (source.emulate, arch) in (("sm_120", "sm_90a"), (None, "sm_120a")), (
+            "what spills there is the kernel itself"
+        )
+
+
+def test_the_best_emulated_one_is_kept_apart(database: Path) -> None:
+    first = run_search(database, trials=10, emulate="sm_120")
+    with closing(Store.open(database)) as store:
+        assert store.winners() == []
+        best = store.emulated_best(PROBLEM, ENVIRONMENT.gpu, "sm_120")
+        assert {one.record.kind for one in store.measurements(PROBLEM)} == {"emulated"}
+    assert best
+    assert first.winner
+    assert (best.config, best.cycles) == (first.winner.config, first.winner.cycles)
+    measured = run_search(database, trials=10, limits="sm_120")
+    assert measured.counts.measured == 10, "an emulated result answers for no measurement"
+    again = run_search(database, trials=5, emulate="sm_120")
+    assert again.counts.earlier == 10, "a study of its own goes on"
+
+
+def test_presets_that_spill_there_are_emulated_but_not_the_best(database: Path) -> None:
+    def spills(config: Config, arch: str) -> int:
+        return 60 if arch == "sm_120a" and config == V3 else 100 if config == V2 else 0
+
+    bench = FakeBench(cycles=lambda config: 1e6 if config == V3 else 1e7)
+    result = run_search(database, builder=FakeBuilder(spills=spills), bench=bench, trials=5, emulate="sm_120")
+    assert {row.kernel for row in result.rows if row.cycles} >= {"v2", "v3"}
+    with closing(Store.open(database)) as store:
+        best = store.emulated_best(PROBLEM, ENVIRONMENT.gpu, "sm_120")
+    assert best
+    assert best.config not in (V2, V3), "both spill on a 5090"
+
+
+def test_spare_accumulators_may_spill_a_little(database: Path) -> None:
+    def spills(config: Config, arch: str) -> int:
+        return 0 if arch == "sm_120a" else EMULATED_SPILL_BOUND_BYTES + (config.stages == 3)
+
+    result = run_search(database, builder=FakeBuilder(spills=spills), trials=30, emulate="sm_120")
+    assert result.counts.measured
+    assert {config.stages for config, reason in result.failures} == {3}
+
+
+def test_an_emulated_build_with_fewer_blocks_an_sm_is_refused(database: Path) -> None:
+    """Where shared memory leaves room for two blocks or more of a 5090's SM, registers that only one can have change
+    the pace.
+    """
+
+    def registers(source: Source, arch: str) -> int:
+        return min(65_536 // source.config.threads, 255) if source.emulate else 64
+
+    problem = Problem.parse("8_16_4096_64")
+    builder = FakeBuilder(registers=registers)
+    result = run_search(database, problem=problem, builder=builder, trials=20, sampler="random", emulate="sm_120")
+    refused = [config for config, reason in result.failures if "another kernel's pace" in reason]
+    room = RTX_5090.shared_memory_per_sm_bytes // 2 - RTX_5090.reserved_shared_memory_per_block_bytes
+    assert refused
+    assert all(estimate(problem, config).shared_memory_bytes <= room for config in refused)
+    assert result.counts.measured
+
+
+def test_an_interrupted_emulated_search_keeps_its_best(database: Path) -> None:
+    class Interrupting(FakeBench):
+        def time(self, *arguments):
+            if len(self.timed) == 4:
+                raise KeyboardInterrupt
+            return super().time(*arguments)
+
+    result = run_search(database, bench=Interrupting(), trials=10, emulate="sm_120")
+    assert result.interrupted
+    with closing(Store.open(database)) as store:
+        best = store.emulated_best(PROBLEM, ENVIRONMENT.gpu, "sm_120")
+        assert store.winners() == []
+    assert best
+    assert best.partial
+    assert result.winner
+    assert result.winner.cycles == best.cycles
+
+
+def test_an_emulated_candidate_without_cycles_fails(database: Path) -> None:
+    result = run_search(database, bench=FakeBench(cycles=lambda config: float("nan")), trials=3, emulate="sm_120")
+    assert result.winner is None
+    assert all("nan cycles" in reason for _, reason in result.failures)
+
+
+def test_the_emulated_table_says_so(database: Path) -> None:
+    told = Told()
+    result = run_search(database, trials=5, emulate="sm_120", progress=told)
+    console = Console(width=240)
+    with console.capture() as capture:
+        console.print(result.table())
+    assert "emulated: at the pace of sm_120" in capture.get()
+    assert "best (emulated)" in capture.get() or "v2 (emulated)" in capture.get()
+    assert any("Mcycles, emulated" in status.text() for status in told.statuses)
+
+
 # Time and interrupts
 
 
@@ -449,6 +563,7 @@ def test_an_unusable_compiler_ends_the_search(database: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
+        {"emulate": "sm_121"},
         {"sampler": "grid"},
         {"limits": "sm_100"},
         {"trials": 0},

@@ -1,0 +1,119 @@
+"""The configurations that this version ships: what dispatch falls back to where a user has no winner.
+
+The table is a file of the package, which `tuner ship` writes from a database. A row says where it comes from. None of
+them is trusted more than a row of a database: a configuration is checked when it is read, and dispatch uses it only
+where the rendered source is, letter for letter, the one that the row is about.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..gen.config import Config, config_from_dict
+from ..gen.errors import BwdtuneError
+from ..gen.problem import Problem
+from .records import EMULATED, MEASURED, Environment, GpuKey
+
+TABLE = Path(__file__).with_name("shipped.json")
+FORMAT = 1
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A configuration that is shipped, and where it comes from.
+
+    Attributes:
+        problem: What it was found for.
+        config: The configuration, checked.
+        gpu: The card that it is for.
+        kind: ``measured`` on that card, or ``emulated`` on another one.
+        environment: Where it was measured or emulated.
+        policy: How it was timed.
+        date: When, as ISO 8601, UTC.
+        command: What finds such a one again.
+        ms: Median time, of a measured one.
+        cycles: Median cycles, of an emulated one.
+        max_error: Largest relative L2 error of its verification.
+        source_hash: Hash of its source. An emulated one was verified and run with dummy mma in it, this is the source
+        without.
+        template_hash: Hash of the templates that the source came from.
+    """
+
+    problem: Problem
+    config: Config
+    gpu: GpuKey
+    kind: str
+    environment: Environment
+    policy: str
+    date: str
+    command: str
+    ms: float | None
+    cycles: float | None
+    max_error: float
+    source_hash: str
+    template_hash: str
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, in a few words."""
+        where = self.environment.gpu.name
+        return f"measured on {where}" if self.kind == MEASURED else f"emulated on {where}, not measured"
+
+
+def read_shipped(path: Path | None = None) -> tuple[Shipped, ...]:
+    """The rows of a table, by default of this version's.
+
+    One that makes no sense is passed over, with a line in the log.
+    """
+    path = path or TABLE
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        rows = list(table["rows"]) if table["format"] == FORMAT else []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        _log.warning("the table of shipped configurations %s cannot be read: %s", path, error)
+        return ()
+    found = []
+    for row in rows:
+        try:
+            found.append(_from_dict(row))
+        except (BwdtuneError, TypeError, ValueError, KeyError) as error:
+            _log.warning("a row of %s is passed over: %s", path, error)
+    return tuple(found)
+
+
+def write_shipped(rows: Sequence[Shipped], path: Path | None = None) -> Path:
+    """Writes a table, by default this version's, in place of what was there."""
+    path = path or TABLE
+    table = {"format": FORMAT, "rows": [shipped_to_dict(row) for row in rows]}
+    path.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def shipped_to_dict(row: Shipped) -> dict[str, Any]:
+    """A row as JSON."""
+    return {**asdict(row), "config": row.config.to_dict()}
+
+
+def _from_dict(row: dict[str, Any]) -> Shipped:
+    environment = dict(row["environment"])
+    environment["gpu"] = GpuKey(**environment["gpu"])
+    shipped = Shipped(
+        **{
+            **row,
+            "problem": Problem(**row["problem"]),
+            "config": config_from_dict(row["config"]),
+            "gpu": GpuKey(**row["gpu"]),
+            "environment": Environment(**environment),
+        }
+    )
+    if shipped.kind not in (MEASURED, EMULATED):
+        raise ValueError(f"its kind is {shipped.kind!r}")
+    if (shipped.ms if shipped.kind == MEASURED else shipped.cycles) is None:
+        raise ValueError(f"it is {shipped.kind} and says not how fast")
+    return shipped

@@ -1,0 +1,86 @@
+"""Builds that are only measured: another card's pace, and cycles counted in the kernel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from bwdtune.gen.build import build, build_one
+from bwdtune.gen.config import PRESETS
+from bwdtune.gen.device import H200, HOST
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render
+from bwdtune.gen.toolchain import find_nvcc
+from bwdtune.runtime.kernel import Kernel
+from bwdtune.tuner.candidates import EMULATED_SPILL_BOUND_BYTES
+from bwdtune.tuner.verify import Verifier
+
+SEED = Problem.parse("8_16_4096_128", causal=True)
+SMALL = Problem.parse("1_2_256_64", causal=True)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_emulated_presets_spill_little(dtype: str) -> None:
+    """v1 is left out, which spills as it is. v2 uses all registers, and the spare accumulators are six more."""
+    problem = Problem.parse("8_16_4096_128", dtype=dtype, causal=True)
+    names = ("v2", "v3")
+    sources = [render(problem, PRESETS[name], emulate="sm_120") for name in names]
+    for name, variant in zip(names, build(sources, H200.arch), strict=True):
+        assert variant.status == "ok", variant.error
+        assert variant.resources
+        assert variant.resources.spill_bytes <= (0 if name == "v3" else EMULATED_SPILL_BOUND_BYTES)
+        assert variant.library
+        assert Kernel.load(variant.library).counts_cycles
+
+
+def test_counting_cycles_takes_no_register_of_the_kernel() -> None:
+    sources = [render(SEED, PRESETS["v2"], cycles=cycles) for cycles in (False, True)]
+    plain, probed = build(sources, H200.arch)
+    assert plain.resources
+    assert probed.resources
+    assert probed.resources.spill_bytes == plain.resources.spill_bytes == 0
+
+
+def test_each_mma_has_its_dummies(tmp_path: Path) -> None:
+    """In PTX; that ptxas keeps them is seen on a card alone, by the pace."""
+    counts = []
+    for emulate in (None, "sm_120"):
+        source = tmp_path / "kernel.cu"
+        source.write_text(render(SMALL, PRESETS["v3"], emulate=emulate).text)
+        command = [find_nvcc().nvcc, "-ptx", "-std=c++17", "-arch=compute_90a", "-o", tmp_path / "kernel.ptx", source]
+        subprocess.run(command, check=True, capture_output=True)
+        ptx = (tmp_path / "kernel.ptx").read_text()
+        counts.append([len(re.findall(rf"mma\.sync\S*\.{kind}\s", ptx)) for kind in ("bf16.f32", "f16.f16.f16.f16")])
+    (real, none), (real_and_first, others) = counts
+    assert none == 0
+    assert (real_and_first, others) == (2 * real, 3 * real)
+
+
+@pytest.mark.parametrize("build_of", [{"emulate": "sm_120"}, {"cycles": True}], ids=["emulated", "counting"])
+def test_the_results_are_right_and_the_cycles_are_there(build_of: dict) -> None:
+    library = build_one(render(SMALL, PRESETS["v3"], **build_of), HOST.arch).library
+    assert library
+    kernel = Kernel.load(library)
+    verdict = Verifier("cpu").verify(SMALL, kernel)
+    assert verdict.passed, verdict.reason
+
+    q = torch.randn(SMALL.batch, SMALL.heads_q, SMALL.seqlen_q, SMALL.head_dim).bfloat16()
+    lse = torch.zeros(q.shape[:3])
+    workspace = torch.full((kernel.workspace_bytes(1, 2, 2, 256, 256) + 64,), 0xFF, dtype=torch.uint8)
+    launch = kernel.prepare(q, q, q, q, q, lse, *map(torch.empty_like, (q, q, q)), scale=0.1, workspace=workspace)
+    counts = []
+    for _ in range(2):
+        launch()
+        counts.append(launch.cycles())
+    assert all(0 < count < 60e9 for count in counts), "nanoseconds here"
+    assert counts[0] != counts[1]
+
+
+def test_a_kernel_that_is_used_counts_nothing() -> None:
+    library = build_one(render(SMALL, PRESETS["v3"]), HOST.arch).library
+    assert library
+    assert not Kernel.load(library).counts_cycles

@@ -827,5 +827,6 @@ inline void reduce_max_global(uint64_t* pointer, uint64_t value, int line = __bu
 
 // A CPU keeps no pace, and dummy mma change no result: there are none.
 inline void pace_begin() {}
+inline uint32_t pace_end() { return 0; }
 
 }  // namespace ptx

@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 
 from .config import Config
-from .problem import Problem
+from .problem import FLAGS, Problem
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 _HASH_DIGITS = 16
@@ -41,19 +41,17 @@ class Source:
         return f"bwdtune_{self.config.id}_{self.kind}"
 
 
-def problem_kind(problem: Problem) -> str:
-    """What of a problem a kernel is generated for; its sizes are arguments of the launch."""
-    return f"{problem.dtype}_d{problem.head_dim}_{'causal' if problem.causal else 'full'}"
-
-
 def render(problem: Problem, config: Config) -> Source:
     """The source of one kernel. Whether the configuration is valid for the problem is `space.refusal`'s to say.
 
-    Depends on the problem's dtype, head_dim and mask, and on the configuration; on nothing else.
+    Depends on the problem's kind (`Problem.kind`) and on the configuration; on nothing else.
     """
     template = environment().get_template(f"backward_{config.family}.cu.j2")
-    text = template.render(dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal, config=config)
-    return Source(problem_kind(problem), config, text)
+    flags = {name: getattr(problem, name) for name in FLAGS}
+    text = template.render(
+        kind=problem.kind, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.mask, **flags, config=config
+    )
+    return Source(problem.kind, config, text)
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from .problem import Problem
 
 _CHUNK_BYTES = 16  # what ldmatrix reads of a row, and the narrowest panel
 _BARRIER_BYTES = 8
+_NUMBER_BYTES = 4  # where a block's threads read the number that one of them took
+FRAGMENT_COLUMNS = 16  # ldmatrix.x4 reads two 8-column B fragments at a time
 _FRAGMENT_REGISTERS = 4  # an accumulator fragment's fp32 values in a thread; also an ldmatrix.x4
 _WORKING_REGISTERS = 16  # two operand fragments in flight, and the addresses and loop state that nothing can do without
 _REGISTER_ALLOCATION = 256  # registers are handed to a warp in these units
@@ -43,12 +45,23 @@ def estimate(problem: Problem, config: Config) -> Estimate:
 
 def _shared_memory_bytes(problem: Problem, config: Config) -> int:
     pitch = config.swizzle or _CHUNK_BYTES
-    row_bytes = ceil_div(problem.head_dim * problem.element_bytes, pitch) * pitch
+    warps_per_key_group, _ = key_group_warps(config)
+    columns = max(
+        warps * columns_per_warp(problem.head_dim, warps)
+        for warps in (1, config.warps_per_row_group, warps_per_key_group)
+    )
+    row_bytes = ceil_div(columns * problem.element_bytes, pitch) * pitch
     keys = 2 * config.block_kv * row_bytes
     queries = 2 * config.stages * config.block_q * row_bytes
     scores = 2 * config.block_q * config.block_kv * problem.element_bytes
     barriers = 1 + max(config.stages - 1, 1)
-    return keys + queries + scores + barriers * _BARRIER_BYTES
+    number = _NUMBER_BYTES if problem.deterministic else 0
+    return keys + queries + scores + barriers * _BARRIER_BYTES + number
+
+
+def columns_per_warp(head_dim: int, warps: int) -> int:
+    """Columns of head_dim that each of some warps takes: whole pairs of fragments, and so perhaps more than exist."""
+    return ceil_div(head_dim, warps * FRAGMENT_COLUMNS) * FRAGMENT_COLUMNS
 
 
 def key_group_warps(config: Config) -> tuple[int, int]:
@@ -60,11 +73,11 @@ def key_group_warps(config: Config) -> tuple[int, int]:
 
 def _registers(problem: Problem, config: Config) -> int:
     score_fragments = config.block_kv // MMA_COLUMNS // config.warps_per_row_group
-    dq_fragments = problem.head_dim // MMA_COLUMNS // config.warps_per_row_group
+    dq_fragments = columns_per_warp(problem.head_dim, config.warps_per_row_group) // MMA_COLUMNS
     warps_per_key_group, groups_per_warp = key_group_warps(config)
-    dkv_fragments = groups_per_warp * problem.head_dim // MMA_COLUMNS // warps_per_key_group
+    dkv_fragments = groups_per_warp * columns_per_warp(problem.head_dim, warps_per_key_group) // MMA_COLUMNS
     kept_operands = int(config.k_in_registers) + int(config.v_in_registers)
-    kept = kept_operands * problem.head_dim // MMA_DEPTH * score_fragments * 2
+    kept = kept_operands * ceil_div(problem.head_dim, MMA_DEPTH) * score_fragments * 2
     # S and dP are alive together, dQ after them.
     passing = _FRAGMENT_REGISTERS * max(2 * score_fragments, dq_fragments)
     return 2 * _FRAGMENT_REGISTERS * dkv_fragments + kept + passing + _WORKING_REGISTERS

@@ -9,15 +9,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config
+from .config import FAMILIES, MMA_ROWS, Config
 from .device import Device
 from .errors import UsageError
 from .problem import Problem
 from .render import template_hash
-from .resources import blocks_per_sm, estimate, key_group_warps
+from .resources import FRAGMENT_COLUMNS, blocks_per_sm, columns_per_warp, estimate, key_group_warps
 
 _LARGEST_HEAD_DIM = 256
-_FRAGMENT_COLUMNS = 16  # ldmatrix.x4 reads two 8-column B fragments at a time
+_HEAD_DIM_STEP = 8  # 16 bytes: TMA's strides are multiples of that
 _SPACE_HASH_DIGITS = 12
 
 
@@ -28,25 +28,19 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
         return reason
     if config.threads > device.max_threads_per_block:
         return f"{config.threads} threads: a block has at most {device.max_threads_per_block}"
-    if config.block_kv % (_FRAGMENT_COLUMNS * per_row_group):
+    if config.block_kv % (FRAGMENT_COLUMNS * per_row_group):
         return (
             f"S does not divide: {config.block_kv} keys among {per_row_group} warps are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
+            f"{FRAGMENT_COLUMNS} each"
         )
-    if head_dim % (_FRAGMENT_COLUMNS * per_row_group):
-        return (
-            f"dQ does not divide: {head_dim} columns among {per_row_group} warps are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
-        )
+    if reason := _idle_warp("dQ", head_dim, per_row_group):
+        return reason
     key_groups = config.block_kv // MMA_ROWS
     if warps % key_groups and key_groups % warps:
         return f"dK and dV do not divide: {warps} warps for {key_groups} groups of {MMA_ROWS} keys"
     warps_per_key_group, _ = key_group_warps(config)
-    if head_dim % (_FRAGMENT_COLUMNS * warps_per_key_group):
-        return (
-            f"dK and dV do not divide: {head_dim} columns among {warps_per_key_group} warps are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
-        )
+    if reason := _idle_warp("dK and dV", head_dim, warps_per_key_group):
+        return reason
     needs = estimate(problem, config)
     if needs.shared_memory_bytes > device.shared_memory_per_block_bytes:
         return (
@@ -73,8 +67,18 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
 
 def head_dim_refusal(head_dim: int) -> str | None:
     """Why no configuration takes this head_dim, in words; None where some may."""
-    if head_dim % MMA_DEPTH or head_dim > _LARGEST_HEAD_DIM:
-        return f"head_dim {head_dim}: the kernels take multiples of {MMA_DEPTH} up to {_LARGEST_HEAD_DIM}"
+    if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
+        return f"head_dim {head_dim}: the kernels take multiples of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}"
+    return None
+
+
+def _idle_warp(gradient: str, head_dim: int, warps: int) -> str | None:
+    columns = columns_per_warp(head_dim, warps)
+    if (warps - 1) * columns >= head_dim:
+        return (
+            f"{gradient} does not divide: of {head_dim} columns among {warps} warps, {columns} for each, "
+            "none are left for the last"
+        )
     return None
 
 

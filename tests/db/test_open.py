@@ -25,10 +25,13 @@ from hypothesis import strategies as st
 from bwdtune.db import connect, errors, migrate, models
 from bwdtune.db.errors import DatabaseError
 from bwdtune.db.store import Store
+from bwdtune.gen.problem import Problem
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.errors import BwdtuneError
 
 FIXTURES = Path(__file__).parent / "fixtures"
+SCHEMA = models.SCHEMA  # of the program as it is: tests pretend that it is newer
+NEWEST = FIXTURES / f"schema_{int(SCHEMA)}.sqlite"
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -193,54 +196,54 @@ def _fifo(path: Path) -> None:
 
 
 def _truncated(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     os.truncate(path, path.stat().st_size // 2)
 
 
 def _cut_to_one_page(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     os.truncate(path, 4096)
 
 
 def _damaged_header(path: Path) -> None:
-    data = bytearray((FIXTURES / "schema_1.sqlite").read_bytes())
+    data = bytearray(NEWEST.read_bytes())
     data[16:100] = b"\xaa" * 84
     path.write_bytes(data)
 
 
 def _damaged_first_page(path: Path) -> None:
-    data = bytearray((FIXTURES / "schema_1.sqlite").read_bytes())
+    data = bytearray(NEWEST.read_bytes())
     data[100:4096] = b"\xaa" * 3996
     path.write_bytes(data)
 
 
 def _damaged_pages(path: Path) -> None:
     """Of a table in the middle, so that the schema still can be read."""
-    data = bytearray((FIXTURES / "schema_1.sqlite").read_bytes())
-    with contextlib.closing(sqlite3.connect(FIXTURES / "schema_1.sqlite")) as connection:
+    data = bytearray(NEWEST.read_bytes())
+    with contextlib.closing(sqlite3.connect(NEWEST)) as connection:
         (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'verifications'").fetchone()
     data[(page - 1) * 4096 : page * 4096] = b"\xaa" * 4096
     path.write_bytes(data)
 
 
 def _a_column_less(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     execute(path, "ALTER TABLE measurements DROP COLUMN clock_mhz")
 
 
 def _a_table_less(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     execute(path, "DROP TABLE winners")
 
 
 def _no_version(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     execute(path, "DELETE FROM bwdtune_schema_version")
 
 
 def _two_versions(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
-    execute(path, "INSERT INTO bwdtune_schema_version VALUES ('0002')")
+    shutil.copy(NEWEST, path)
+    execute(path, "INSERT INTO bwdtune_schema_version VALUES ('0000')")
 
 
 def _mlflow(path: Path) -> None:
@@ -276,7 +279,7 @@ def _optuna_alone(path: Path) -> None:
 
 
 def _newer(path: Path) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", path)
+    shutil.copy(NEWEST, path)
     execute(path, "UPDATE bwdtune_schema_version SET version_num = '0417'", "DROP TABLE winners")
 
 
@@ -332,7 +335,7 @@ class TestBroken:
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_any_damage(self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
         """It opens, or is refused, and reading it raises no error but ours."""
-        whole = (FIXTURES / "schema_1.sqlite").read_bytes()
+        whole = NEWEST.read_bytes()
         start = data.draw(st.integers(0, len(whole) - 1))
         patch = data.draw(st.binary(min_size=1, max_size=64))
         keep = data.draw(st.sampled_from([len(whole), start + len(patch)]))
@@ -412,10 +415,10 @@ class TestNew:
     ) -> None:
         monkeypatch.setattr(connect, "network_file_system", lambda _: "nfs4")
         if when == "old":
-            shutil.copy(FIXTURES / "schema_1.sqlite", database)
+            shutil.copy(NEWEST, database)
         with contextlib.closing(Store.open(database)) as store:
             assert "network file system (nfs4)" in caplog.text
-            assert len(store.winners()) == (0 if when == "new" else 2)
+            assert len(store.winners()) == (0 if when == "new" else 3)
         with contextlib.closing(sqlite3.connect(database)) as connection:
             assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
 
@@ -467,7 +470,7 @@ class TestReadOnly:
         """A directory that the ordinary user can reach (pytest's own are private), with a database."""
         directory = Path(tempfile.mkdtemp())
         directory.chmod(0o755)
-        shutil.copy(FIXTURES / "schema_1.sqlite", directory / "x.sqlite")
+        shutil.copy(NEWEST, directory / "x.sqlite")
         Store.open(directory / "x.sqlite").close()
         (directory / "x.sqlite").chmod(0o444)
         yield directory
@@ -485,9 +488,9 @@ class TestReadOnly:
 
         def look() -> None:
             store = Store.open(path, read_only=True)
-            (first, _) = store.winners()
+            (first, *_) = store.winners()
             assert store.winner(first.problem, first.environment.gpu) == first
-            assert len(store.measurements()) == 6
+            assert len(store.measurements()) == 9
 
         as_ordinary_user(look)
 
@@ -561,7 +564,7 @@ os.kill(os.getpid(), 9)
 @pytest.mark.parametrize("journal", ["WAL", "DELETE"])
 @pytest.mark.parametrize("read_only", [True, False])
 def test_what_a_killed_writer_left_is_put_right(database: Path, journal: str, read_only: bool) -> None:
-    shutil.copy(FIXTURES / "schema_1.sqlite", database)
+    shutil.copy(NEWEST, database)
     with contextlib.closing(Store.open(database)) as store:
         before = store.winners()
     killed_while_writing(database, journal)
@@ -636,15 +639,15 @@ class TestUpgrade:
     def test_one_that_fails_changes_nothing(
         self, database: Path, next_version: Path, statement: str, cause: type[DatabaseError]
     ) -> None:
-        shutil.copy(FIXTURES / "schema_1.sqlite", database)
+        shutil.copy(NEWEST, database)
         next_version.write_text(next_version.read_text() + f"    op.execute({statement!r})\n")
         refused(cause, database)
         with contextlib.closing(sqlite3.connect(database)) as connection:
-            assert connection.execute("SELECT version_num FROM bwdtune_schema_version").fetchall() == [("0001",)]
+            assert connection.execute("SELECT version_num FROM bwdtune_schema_version").fetchall() == [(SCHEMA,)]
             assert "note" not in {row[1] for row in connection.execute("PRAGMA table_info(variants)")}
 
     def test_one_that_breaks_a_reference_changes_nothing(self, database: Path, next_version: Path) -> None:
-        shutil.copy(FIXTURES / "schema_1.sqlite", database)
+        shutil.copy(NEWEST, database)
         next_version.write_text(next_version.read_text() + "    op.execute('DELETE FROM variants')\n")
         with pytest.raises(errors.CorruptDatabase, match="refers to a missing row"):
             Store.open(database)
@@ -654,7 +657,7 @@ class TestUpgrade:
     def test_without_room_for_a_copy_nothing_changes(
         self, database: Path, next_version: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        shutil.copy(FIXTURES / "schema_1.sqlite", database)
+        shutil.copy(NEWEST, database)
 
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
@@ -662,7 +665,7 @@ class TestUpgrade:
         monkeypatch.setattr(Path, "replace", full)
         assert "No space left" in refused(errors.DatabaseUnavailable, database)
         with contextlib.closing(sqlite3.connect(database)) as connection:
-            assert connection.execute("SELECT version_num FROM bwdtune_schema_version").fetchall() == [("0001",)]
+            assert connection.execute("SELECT version_num FROM bwdtune_schema_version").fetchall() == [(SCHEMA,)]
         assert not [path for path in database.parent.iterdir() if "backup" in path.name]
 
 
@@ -670,10 +673,11 @@ class TestUpgrade:
 def test_what_past_versions_wrote_opens_for_ever(database: Path, path: Path) -> None:
     shutil.copy(path, database)
     with contextlib.closing(Store.open(database)) as store:
-        first, second = store.winners()
+        first, *others = store.winners()
         assert (first.config, first.median_ms) == (PRESETS["v1"], 4.0)
-        square = second if second.problem.causal else first
-        assert square.problem.shape == "8_16_4096_128"
+        assert len(others) == (1 if path.stem == "schema_1" else 2)
+        (square,) = (winner for winner in (first, *others) if winner.problem.mask == "causal")
+        assert square.problem == Problem.parse("8_16_4096_128", causal=True)
         history = store.show(square.problem)
         assert [one.record.median_ms for one in history.measurements] == [4.0, 5.0, 6.0]
         assert [verdict.reason for _, verdict in history.rejected] == ["NaN in dq"]
@@ -682,7 +686,7 @@ def test_what_past_versions_wrote_opens_for_ever(database: Path, path: Path) -> 
         assert [trial.value for trial in study.trials] == [4.0]
         wrong = replace(history.rejected[0][0], source_hash="new")
         assert store.record_variant(square.problem, wrong)
-    assert Store.open(database, read_only=True).winners() == [first, second]
+    assert Store.open(database, read_only=True).winners() == [first, *others]
 
 
 def test_optuna_tables_of_another_optuna_are_refused_in_one_line(examples: Any) -> None:

@@ -35,7 +35,7 @@ def test_presets(device: Device) -> None:
         info = Kernel.load(variant.library).info
         needs = estimate(SEED, PRESETS[name])
         assert (info.threads, info.shared_memory_bytes) == (needs.threads, needs.shared_memory_bytes)
-        assert (info.dtype, info.head_dim, info.causal) == ("bf16", 128, True)
+        assert (info.dtype, info.head_dim, info.mask) == ("bf16", 128, "causal")
         assert info.config == PRESETS[name].id
         assert variant.resources.registers <= device.registers_per_sm // needs.threads
 

@@ -16,6 +16,7 @@ _LARGEST_DIMENSION = 2**31 - 1  # TMA coordinates are signed 32-bit
 
 UNLIMITED = -1
 FULL, CAUSAL, WINDOW = "full", "causal", "window"
+TOP_LEFT, BOTTOM_RIGHT = "top-left", "bottom-right"
 
 FLAGS = ("bottom_right", "softcap", "varlen", "deterministic")
 """What a problem may ask for besides a mask, and a kernel has to be generated for."""
@@ -130,12 +131,22 @@ class Problem:
 
     @property
     def features_label(self) -> str:
-        """The mask, and what else is asked for."""
-        words = [FULL if self.mask == FULL else ""]
-        words += ["causal" if self.causal else ""]
-        words += [f"window {self.window_left},{self.right}" if self.mask == WINDOW else ""]
-        words += [name.replace("_", "-") for name in FLAGS if getattr(self, name)]
-        return " ".join(word for word in words if word)
+        """The mask with its limits, and what else is asked for."""
+        return self._label(f"window {self.window_left},{self.right}")
+
+    @property
+    def kind_label(self) -> str:
+        """The same without limits: what of it a kernel is generated for."""
+        return self._label(WINDOW)
+
+    def _label(self, window: str) -> str:
+        flags = (name.replace("_", "-") for name in FLAGS if getattr(self, name))
+        return " ".join([window if self.mask == WINDOW else self.mask, *flags])
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """The mask and what else is asked for, by field."""
+        return {name: getattr(self, name) for name in ("causal", "window_left", "window_right", *FLAGS)}
 
     @property
     def mask(self) -> str:

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..gen.errors import UsageError
-from ..gen.problem import UNLIMITED, Problem, band
+from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem, band
 from . import dispatch, torch_attention
 from .features import PLAIN, Features, Sequences
 from .kernel import TORCH_DTYPES, Kernel, backward
-
-TOP_LEFT, BOTTOM_RIGHT = "top-left", "bottom-right"
 
 _log = logging.getLogger("bwdtune")
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

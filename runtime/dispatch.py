@@ -44,9 +44,9 @@ def choose(problem: Problem, device_index: int) -> Choice:
 
     The problem's own winner on this kind of GPU comes first. Where there is none, or it cannot be used, winners of the
     same kind (dtype, head_dim, mask and what else kernels are generated for) follow, the nearest first: the distance is
-    the sum of ``|log2(ratio)|`` of Sq, of Skv, of B * Hq, of Hq / Hkv, and of a query's keys in a window. A winner can be
-    used if its configuration is valid for this problem's sizes, and its source is, letter for letter, the one that was
-    verified.
+    the sum of ``|log2(ratio)|`` of Sq, of Skv, of B * Hq, of Hq / Hkv, and of a query's keys in a window. A winner can
+    be used if its configuration is valid for this problem's sizes, and its source is, letter for letter, the one that
+    was verified.
 
     The database is read once in a process, and a problem decided once; later calls cost a dictionary's lookup. Safe
     between threads, and after a fork. Trouble with the database, the compiler or the cache is a reason, never an

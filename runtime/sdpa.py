@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from .attention import BOTTOM_RIGHT, TOP_LEFT, attention
+from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT
+from .attention import attention
 
 _pytorch = F.scaled_dot_product_attention
 _on = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import sys
 import warnings
@@ -21,7 +22,7 @@ import typer
 from ..gen.config import parse_config
 from ..gen.device import HOST, HOST_ARCH, RTX_5090, Device, device_for_arch
 from ..gen.errors import BwdtuneError, UsageError
-from ..gen.problem import Problem
+from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem
 from .options import DEFAULT_TRIALS, LIMITS, SearchOptions
 
 if TYPE_CHECKING:
@@ -45,8 +46,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ShapeOption = Annotated[str, typer.Option("--shape", help="B_H_S_D, or B_HQ_HKV_S_D for grouped queries.")]
-CausalOption = Annotated[bool, typer.Option("--causal", help="Query i sees the keys 0..i only.")]
+ShapeOption = Annotated[
+    str, typer.Option("--shape", help="B_H_S_D, or B_HQ_HKV_S_D for grouped queries; S may be SQxSKV.")
+]
+CausalOption = Annotated[bool, typer.Option("--causal", help="A query sees no key past its diagonal.")]
+WindowOption = Annotated[
+    str | None,
+    typer.Option("--window", help="LEFT,RIGHT: keys before and past its diagonal that a query sees; -1: all."),
+]
+AlignmentOption = Annotated[
+    str, typer.Option("--alignment", help="Of the diagonal where Sq and Skv differ: top-left or bottom-right.")
+]
+SoftcapOption = Annotated[bool, typer.Option("--softcap", help="Scores are capped: c * tanh(score / c).")]
+VarlenOption = Annotated[bool, typer.Option("--varlen", help="Packed sequences of several lengths, B of them up to S.")]
+DeterministicOption = Annotated[bool, typer.Option("--deterministic", help="Gradients are the same bits at each call.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bf16 or fp16.")]
 DatabaseOption = Annotated[
     str | None, typer.Option("--db", help="Database file or URL (default: BWDTUNE_DB, else in the user's data).")
@@ -86,6 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def search(
     shape: ShapeOption,
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     trials: Annotated[int, typer.Option("--trials", help="Candidates to decide.")] = DEFAULT_TRIALS,
     time: Annotated[float | None, typer.Option("--time", help="Begin no candidate after so many seconds.")] = None,
@@ -101,7 +119,7 @@ def search(
 
     Without a GPU, or for another card's --arch, candidates are generated, compiled and listed, and nothing is timed.
     """
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     options = SearchOptions(sampler=sampler, seed=seed, trials=trials, time_s=time, limits=limits)
     from ..db.store import Store
     from ..gen.build import build
@@ -157,6 +175,11 @@ def verify(
     shape: ShapeOption,
     config: Annotated[str, typer.Option("--config", help="v1, v2, v3, or a configuration's id.")],
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     arch: Annotated[str | None, typer.Option("--arch", help="host runs it on the CPU (default: the GPU's).")] = None,
     cache: CacheOption = None,
@@ -166,7 +189,8 @@ def verify(
     from ..runtime.gpu import current_device
     from .check import check
 
-    problem, chosen = Problem.parse(shape, dtype=dtype, causal=causal), parse_config(config)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
+    chosen = parse_config(config)
     device = HOST if arch == HOST_ARCH else current_device()
     if arch is not None and device_for_arch(arch).arch != device.arch:
         raise UsageError(f"the GPU here is {device.name} ({device.arch}): what is compiled for {arch} cannot run")
@@ -192,6 +216,11 @@ def list_(database: DatabaseOption = None, as_json: JsonOption = False) -> None:
 def show(
     shape: ShapeOption,
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     database: DatabaseOption = None,
     as_json: JsonOption = False,
@@ -200,7 +229,7 @@ def show(
     from ..db.store import Store
     from .history import history_tables, history_to_dict
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     with closing(Store.open(database, read_only=True)) as store:
         history = store.show(problem)
     nothing = f"nothing is stored of {problem.label}: `tuner search` finds something"
@@ -216,6 +245,11 @@ def bench(
     ] = None,
     direction: Annotated[str, typer.Option("--direction", help="Only backward is timed.")] = "backward",
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     limits: LimitsOption = None,
     database: DatabaseOption = None,
@@ -229,7 +263,8 @@ def bench(
     from .bench import DEFAULT_KERNELS, check_kernels
     from .bench import bench as race
 
-    problem, names = Problem.parse(shape, dtype=dtype, causal=causal), kernels or DEFAULT_KERNELS
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
+    names = kernels or DEFAULT_KERNELS
     check_kernels(names, direction, limits)
     device = current_device()
     with _bench(device, find_nvcc().version) as (worker, environment):
@@ -255,6 +290,11 @@ def bench(
 def roofline(
     shape: ShapeOption,
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     arch: ArchOption = None,
     as_json: JsonOption = False,
@@ -263,7 +303,7 @@ def roofline(
     from .roofline import roofline as draw
     from .roofline import target_device
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     found = draw(problem, target_device(arch))
     _print(found.to_dict(), [found.table()], as_json)
 
@@ -273,6 +313,11 @@ def inspect(
     config: Annotated[str, typer.Option("--config", help="v1, v2, v3, or a configuration's id.")],
     shape: ShapeOption = _EXAMPLE_SHAPE,
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     arch: ArchOption = None,
     cache: CacheOption = None,
@@ -284,7 +329,7 @@ def inspect(
     from . import inspect as inspection
     from .roofline import target_device
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     found = inspection.inspect(problem, parse_config(config), target_device(arch), cache=cache)
     if source:
         print(found.variant.source.text)
@@ -300,6 +345,11 @@ def profile(
     shape: ShapeOption,
     kernel: Annotated[str, typer.Option("--kernel", help="v1, v2, v3, best, or a configuration's id.")],
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     limits: LimitsOption = None,
     database: DatabaseOption = None,
@@ -310,7 +360,7 @@ def profile(
     from ..runtime.gpu import current_device
     from .profile import profile as measure
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     chosen = None if kernel == "best" else parse_config(kernel)
     device = current_device()
     config = chosen or _stored_winner(problem, database, limits, device.arch).config
@@ -323,6 +373,11 @@ def export(
     output: Annotated[Path, typer.Option("-o", "--output", help="The directory to write.")],
     shape: ShapeOption = _EXAMPLE_SHAPE,
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     config: Annotated[
         str | None, typer.Option("--config", help="Export this one (default: the stored winner).")
@@ -335,7 +390,7 @@ def export(
     """Write a kernel as plain CUDA: source, header, CMake file, example and README."""
     from .export import export_config, export_winner
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     if config is not None:
         from .roofline import target_device
 
@@ -343,6 +398,38 @@ def export(
     else:
         written = export_winner(_stored_winner(problem, database, limits, arch), output)
     _print(written.to_dict(), [f"{written.config} for {written.arch}: {written.directory}", *written.files], as_json)
+
+
+def _problem(
+    shape: str,
+    dtype: str,
+    causal: bool,
+    window: str | None,
+    alignment: str,
+    softcap: bool,
+    varlen: bool,
+    deterministic: bool,
+) -> Problem:
+    """The problem that a command's options describe."""
+    left, right = UNLIMITED, UNLIMITED
+    if window is not None:
+        limits = re.fullmatch(r"(-1|\d+),(-1|\d+)", window, re.ASCII)
+        if not limits:
+            raise UsageError(f"malformed window {window!r}: write LEFT,RIGHT, such as 1024,0 or -1,128")
+        left, right = int(limits[1]), int(limits[2])
+    if alignment not in (TOP_LEFT, BOTTOM_RIGHT):
+        raise UsageError(f"unknown alignment {alignment!r}: use {TOP_LEFT} or {BOTTOM_RIGHT}")
+    return Problem.parse(
+        shape,
+        dtype=dtype,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        bottom_right=alignment == BOTTOM_RIGHT,
+        softcap=softcap,
+        varlen=varlen,
+        deterministic=deterministic,
+    )
 
 
 @contextmanager

@@ -18,7 +18,7 @@ def winner_to_dict(winner: Winner) -> dict[str, Any]:
     problem = winner.problem
     return {
         "shape": problem.shape,
-        "causal": problem.causal,
+        **problem.features,
         "dtype": problem.dtype,
         "limits": winner.limits,
         **_environment_to_dict(winner.environment),
@@ -54,7 +54,7 @@ def winners_table(winners: Sequence[Winner]) -> Table:
         table.add_row(
             winner.problem.shape,
             winner.problem.dtype,
-            "causal" if winner.problem.causal else "full",
+            winner.problem.features_label,
             winner.environment.gpu.name,
             winner.limits or "-",
             winner.config.id,
@@ -70,7 +70,7 @@ def history_to_dict(history: ProblemHistory) -> dict[str, Any]:
     """The JSON of ``tuner show --json``."""
     return {
         "shape": history.problem.shape,
-        "causal": history.problem.causal,
+        **history.problem.features,
         "dtype": history.problem.dtype,
         "winners": [winner_to_dict(winner) for winner in history.winners],
         "measurements": [_measurement_to_dict(measurement) for measurement in history.measurements],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -349,6 +349,14 @@ class Verifier:
                 self._small[case] = _prepare(case, make_inputs(case, self.device))
         return _judge(kernel, [self._small[case] for case in cases(problem, cuda=self.device.type == "cuda")])
 
+    def verify_on(self, cases: Sequence[Case], kernel: Kernel) -> VerificationRecord:
+        """Checks a kernel on other cases, of which nothing is kept.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for one of them.
+        """
+        return _judge(kernel, (_prepare(case, make_inputs(case, self.device)) for case in cases))
+
     def verify_at(self, problem: Problem, kernel: Kernel) -> VerificationRecord:
         """Checks a kernel at the problem's own sizes, on the first and the last head.
 
@@ -396,7 +404,7 @@ def _worst_errors(
     }
 
 
-def _judge(kernel: Kernel, prepared: list[_Prepared]) -> VerificationRecord:
+def _judge(kernel: Kernel, prepared: Iterable[_Prepared]) -> VerificationRecord:
     errors: dict[str, dict[str, float]] = {}
     faults: list[str] = []
     for one in prepared:

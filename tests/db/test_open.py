@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from bwdtune.db import connect, errors, migrate, models
 from bwdtune.db.errors import DatabaseError
 from bwdtune.db.store import Store
-from bwdtune.gen.problem import Problem
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.errors import BwdtuneError
+from bwdtune.gen.problem import Problem
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SCHEMA = models.SCHEMA  # of the program as it is: tests pretend that it is newer

@@ -1,4 +1,4 @@
-"""What `attention` takes beyond PyTorch's function: windows, alignments, caps, packed sequences, the same bits each time.
+"""What `attention` takes beyond PyTorch's function: windows, alignments, caps, packed sequences, the same bits.
 
 A CPU in the place of the GPU, as in `test_attention`.
 """
@@ -384,9 +384,7 @@ def test_a_winner_is_of_its_kind(
     assert not [record for record in caplog.records if record.name == "bwdtune"]
     wide = doubled(inputs)
     assert_right(output, inputs, exact(*wide, **options, scale=64**-0.5), wide)
-    chosen = dispatch.choose(
-        Problem("bf16", 1, 2, 2, 40, 60, 64, causal=True, window_left=6, bottom_right=True), 0
-    )
+    chosen = dispatch.choose(Problem("bf16", 1, 2, 2, 40, 60, 64, causal=True, window_left=6, bottom_right=True), 0)
     assert "window 4,0" in chosen.reason
     for other in ({"deterministic": True}, {"softcap": 2.0}, {"alignment": "top-left"}):
         with caplog.at_level(logging.WARNING, "bwdtune"):

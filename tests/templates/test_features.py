@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from bwdtune.gen.build import build
+from bwdtune.gen.config import PRESETS, Config, MmaConfig
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
@@ -83,3 +86,26 @@ def test_the_same_bits_fifty_times(problem: Problem) -> None:
         again = backward(kernel, *tensors, case.scale, inputs.features)
         for a, b in zip(first, again, strict=True):
             assert torch.equal(a, b)
+
+
+def test_what_lies_behind_a_sequence_does_not_matter() -> None:
+    """Its last tile holds rows of the next one: not a number times nothing must be nothing."""
+    problem = Problem("bf16", 2, 2, 1, 100, 100, 64, causal=True, varlen=True)
+    for config in (PRESETS["v3"], MmaConfig(64, 64, 2, k_in_registers=False, v_in_registers=False, swizzle=0)):
+        kernel = Kernel.load(library_of(problem, config))
+        case = Case(problem, "normal", lengths=((100, 70), (50, 100)))
+        inputs = make_inputs(case, torch.device("cpu"))
+        tensors = [inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse]
+        expected = backward(kernel, *tensors, case.scale, inputs.features)
+        inputs.q[:, :, 100:] = inputs.dout[:, :, 100:] = math.nan
+        inputs.k[:, :, 70:] = inputs.v[:, :, 70:] = math.nan
+        found = backward(kernel, *tensors, case.scale, inputs.features)
+        for name, ours, theirs in zip(("dq", "dk", "dv"), found, expected, strict=True):
+            end = 100 if name == "dq" else 70
+            assert torch.equal(ours[:, :, :end], theirs[:, :, :end])
+
+
+def library_of(problem: Problem, config: Config) -> Path:
+    (variant,) = build([render(problem, config)], HOST.arch)
+    assert variant.library, variant.error
+    return variant.library

@@ -79,6 +79,13 @@ def test_a_head_dim_that_no_kernel_takes_is_named(head_dim: int) -> None:
         valid_configs(problem, H200)
 
 
+@pytest.mark.parametrize("device", [RTX_5090, H200], ids=lambda device: device.arch)
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim_has_a_space(device: Device, head_dim: int) -> None:
+    for features in ({}, {"deterministic": True}):
+        assert valid_configs(Problem.parse(f"8_16_4096_{head_dim}", causal=True, **features), device)
+
+
 def test_the_order_of_the_space_is_fixed() -> None:
     valid_configs.cache_clear()
     first = valid_configs(SEED, H200)

@@ -86,8 +86,10 @@ def _in_parts(
     parts = -(-q.shape[dim] // _LARGEST_GRID)
     size = -(-k.shape[dim] // parts)
     sizes = [size * (tensor.shape[dim] // k.shape[dim]) for tensor in (q, k, v)]
-    split = (tensor.split(length, dim) for tensor, length in zip((q, k, v), sizes, strict=True))
-    results = [forward(*part, causal, scale, features) for part in zip(*split, strict=True)]
+    split = [tensor.split(length, dim) for tensor, length in zip((q, k, v), sizes, strict=True)]
+    results = [
+        forward(part_q, part_k, part_v, causal, scale, features) for part_q, part_k, part_v in zip(*split, strict=True)
+    ]
     backwards = [(result.gradients, len(result.saved)) for result in results]
 
     def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:

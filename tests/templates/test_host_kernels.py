@@ -9,7 +9,6 @@ import math
 import resource
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """bwdtune: tuned CUDA attention-backward kernels for PyTorch.
 
-`attention` computes attention with the stored winner as its backward; `enable` and `disable` let PyTorch's own
-`scaled_dot_product_attention` go through it. They are loaded when they are first used: importing the package costs
-next to nothing.
+`attention` and `attention_varlen` compute attention with the stored winner as its backward; `enable` and `disable` let
+PyTorch's own `scaled_dot_product_attention` go through it. They are loaded when they are first used: importing the
+package costs next to nothing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .runtime.attention import attention
+    from .runtime.attention import attention, attention_varlen
     from .runtime.sdpa import disable, enable, enabled
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attention", "disable", "enable", "enabled"]
+__all__ = ["__version__", "attention", "attention_varlen", "disable", "enable", "enabled"]
 
 _MODULES = {
     "attention": ".runtime.attention",
+    "attention_varlen": ".runtime.attention",
     "disable": ".runtime.sdpa",
     "enable": ".runtime.sdpa",
     "enabled": ".runtime.sdpa",

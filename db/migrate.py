@@ -181,6 +181,7 @@ def _upgrade(url: sa.URL) -> None:
             config.set_main_option("path_separator", "os")
             config.attributes.update(connection=connection, version_table=models.VERSION_TABLE)
             command.upgrade(config, "head")
+            _schema_of(connection, url)  # an older schema is not looked at closely before
             if path and (broken := connection.exec_driver_sql("PRAGMA foreign_key_check").first()):
                 raise CorruptDatabase(str(path), f"a row of {broken[0]} refers to a missing row of {broken[2]}")
     except (sa.exc.IntegrityError, sa.exc.ProgrammingError) as error:

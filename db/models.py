@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 VERSION_TABLE = "bwdtune_schema_version"
 """Alembic's version table. Not Alembic's own name for it: Optuna keeps its `alembic_version` in the same database."""
 
-SCHEMA = "0002"
+SCHEMA = "0003"
 """The schema of this version of the program: the newest revision in `migrations`."""
 
 # CHECKs cannot name infinity portably. NaN fails as well: SQLite makes it NULL, PostgreSQL puts it above all numbers.
@@ -41,12 +41,27 @@ class ProblemRow(Base):
     __tablename__ = "problems"
     __table_args__ = (
         sa.UniqueConstraint(
-            "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "head_dim", "causal", name="identity"
+            "dtype",
+            "batch",
+            "heads_q",
+            "heads_kv",
+            "seqlen_q",
+            "seqlen_kv",
+            "head_dim",
+            "causal",
+            "window_left",
+            "window_right",
+            "bottom_right",
+            "softcap",
+            "varlen",
+            "deterministic",
+            name="identity",
         ),
         sa.CheckConstraint(
             "batch > 0 AND heads_q > 0 AND heads_kv > 0 AND seqlen_q > 0 AND seqlen_kv > 0 AND head_dim > 0",
             name="sizes",
         ),
+        sa.CheckConstraint("window_left >= -1 AND window_right >= -1", name="window"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -58,6 +73,13 @@ class ProblemRow(Base):
     seqlen_kv: Mapped[int]
     head_dim: Mapped[int]
     causal: Mapped[bool]
+    # What was stored before there was any of this had none of it.
+    window_left: Mapped[int] = mapped_column(server_default="-1")
+    window_right: Mapped[int] = mapped_column(server_default="-1")
+    bottom_right: Mapped[bool] = mapped_column(server_default=sa.false())
+    softcap: Mapped[bool] = mapped_column(server_default=sa.false())
+    varlen: Mapped[bool] = mapped_column(server_default=sa.false())
+    deterministic: Mapped[bool] = mapped_column(server_default=sa.false())
 
 
 class ConfigurationRow(Base):
@@ -76,7 +98,19 @@ class VariantRow(Base):
     __tablename__ = "variants"
     __table_args__ = (
         sa.UniqueConstraint(
-            "configuration_id", "dtype", "head_dim", "causal", "source_hash", "arch", "toolchain", name="identity"
+            "configuration_id",
+            "dtype",
+            "head_dim",
+            "causal",
+            "windowed",
+            "bottom_right",
+            "softcap",
+            "varlen",
+            "deterministic",
+            "source_hash",
+            "arch",
+            "toolchain",
+            name="identity",
         ),
         sa.CheckConstraint("status IN ('ok', 'failed', 'timeout')", name="status"),
     )
@@ -86,6 +120,12 @@ class VariantRow(Base):
     dtype: Mapped[str] = mapped_column(sa.String(16))
     head_dim: Mapped[int]
     causal: Mapped[bool]
+    """Whether the mask is the causal one; a window is `windowed` and not this, whatever it shows to the right."""
+    windowed: Mapped[bool] = mapped_column(server_default=sa.false())
+    bottom_right: Mapped[bool] = mapped_column(server_default=sa.false())
+    softcap: Mapped[bool] = mapped_column(server_default=sa.false())
+    varlen: Mapped[bool] = mapped_column(server_default=sa.false())
+    deterministic: Mapped[bool] = mapped_column(server_default=sa.false())
     source_hash: Mapped[str] = mapped_column(sa.String(64))
     template_hash: Mapped[str] = mapped_column(sa.String(64))
     arch: Mapped[str] = mapped_column(sa.String(32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import asdict, fields
 from datetime import timezone
 from typing import Any
 
@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from ..gen.config import Config, config_from_dict
 from ..gen.errors import BwdtuneError
-from ..gen.problem import Problem
+from ..gen.problem import CAUSAL, FLAGS, WINDOW, Problem
 from .errors import InvalidRecord
 from .models import (
     BestRow,
@@ -45,19 +45,18 @@ def equal(row_type: Any, **values: Any) -> list[Condition]:
 
 def kind_of(problem: Problem) -> dict[str, Any]:
     """What a rendered source depends on, apart from its configuration."""
-    return {"dtype": problem.dtype, "head_dim": problem.head_dim, "causal": problem.causal}
+    return {
+        "dtype": problem.dtype,
+        "head_dim": problem.head_dim,
+        "causal": problem.mask == CAUSAL,
+        "windowed": problem.mask == WINDOW,
+        **{flag: getattr(problem, flag) for flag in FLAGS},
+    }
 
 
 def identity_of(problem: Problem) -> dict[str, Any]:
     """All of a problem, by column."""
-    return {
-        **kind_of(problem),
-        "batch": problem.batch,
-        "heads_q": problem.heads_q,
-        "heads_kv": problem.heads_kv,
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_kv": problem.seqlen_kv,
-    }
+    return asdict(problem)
 
 
 def select_variants(*conditions: Condition) -> sa.Executable:
@@ -129,6 +128,9 @@ def _select_best(best: type[BestRow], *conditions: Condition) -> sa.Executable:
         .order_by(
             ProblemRow.dtype,
             ProblemRow.causal,
+            ProblemRow.window_left,
+            ProblemRow.window_right,
+            *(getattr(ProblemRow, flag) for flag in FLAGS),
             ProblemRow.head_dim,
             ProblemRow.batch,
             ProblemRow.heads_q,
@@ -178,16 +180,7 @@ def config_of(row: ConfigurationRow) -> Config:
 
 
 def _problem(row: ProblemRow) -> Problem:
-    return Problem(
-        dtype=row.dtype,
-        batch=row.batch,
-        heads_q=row.heads_q,
-        heads_kv=row.heads_kv,
-        seqlen_q=row.seqlen_q,
-        seqlen_kv=row.seqlen_kv,
-        head_dim=row.head_dim,
-        causal=row.causal,
-    )
+    return Problem(**{field.name: getattr(row, field.name) for field in fields(Problem)})
 
 
 def outcome_columns(variant: VariantRecord) -> dict[str, Any]:

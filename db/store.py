@@ -477,7 +477,7 @@ def _problem_id(session: Session, problem: Problem, variant_id: int) -> int:
     kind = rows.kind_of(problem)
     if any(getattr(variant, name) != value for name, value in kind.items()):
         raise InvalidRecord(
-            f"variant {variant_id} does not compute {problem.label}: it is of another dtype, head_dim or mask"
+            f"variant {variant_id} does not compute {problem.label}: it is of another dtype, head_dim, mask or feature"
         )
     return _put(session, ProblemRow, rows.identity_of(problem), {}).id
 
@@ -537,7 +537,7 @@ def _beats(session: Session, challenger: MeasurementRow, partial: bool, present:
             *rows.equal(
                 VariantRow,
                 configuration_id=its.configuration_id,
-                **{name: getattr(mine, name) for name in ("dtype", "head_dim", "causal", "template_hash")},
+                template_hash=mine.template_hash,  # of the same problem, and so of the same kind
             ),
             *rows.equal(
                 MeasurementRow,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .errors import UsageError
 
@@ -11,6 +13,15 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2}
 ACCUMULATOR_BYTES = 4
 _GRADIENT_MATMULS = 5  # S = QK^T again, then dV, dP, dK and dQ
 _LARGEST_DIMENSION = 2**31 - 1  # TMA coordinates are signed 32-bit
+
+UNLIMITED = -1
+FULL, CAUSAL, WINDOW = "full", "causal", "window"
+TOP_LEFT, BOTTOM_RIGHT = "top-left", "bottom-right"
+
+FLAGS = ("bottom_right", "softcap", "varlen", "deterministic")
+"""What a problem may ask for besides a mask, and a kernel has to be generated for."""
+
+_KIND_NAMES = {"bottom_right": "br", "softcap": "softcap", "varlen": "varlen", "deterministic": "det"}
 
 
 @dataclass(frozen=True, order=True)
@@ -25,10 +36,19 @@ class Problem:
         seqlen_q: Sq, rows of q.
         seqlen_kv: Skv, rows of k and v.
         head_dim: D.
-        causal: Whether query i sees the keys 0..i only (aligned top-left, as PyTorch's ``is_causal``).
+        causal: Whether query i sees no key past its diagonal.
+        window_left: Keys before the diagonal that a query sees; -1 for all of them.
+        window_right: Keys past the diagonal that a query sees; -1 for all of them, and where ``causal`` says that there
+            are none. A limit of 0 is turned into ``causal``, so that one mask has one name.
+        bottom_right: Where the diagonal lies if Sq and Skv differ: from the last query and key upwards (query i is at
+            key ``i + Skv - Sq``, FlashAttention's alignment) instead of from the first (PyTorch's ``is_causal``).
+        softcap: Whether scores are ``c * tanh(score / c)`` for some c.
+        varlen: Whether q, k and v hold sequences of several lengths one after another; B is then their number, and Sq
+            and Skv are the longest.
+        deterministic: Whether the gradients must be the same bits at each call.
 
     Raises:
-        UsageError: A size is not positive, the heads do not divide, or the dtype is unknown.
+        UsageError: A size is not positive, the heads do not divide, the dtype is unknown or the mask a contradiction.
     """
 
     dtype: str
@@ -39,6 +59,12 @@ class Problem:
     seqlen_kv: int
     head_dim: int
     causal: bool = False
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    bottom_right: bool = False
+    softcap: bool = False
+    varlen: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
@@ -52,26 +78,44 @@ class Problem:
                 f"{self.heads_q} query heads do not divide into {self.heads_kv} key/value heads: "
                 "heads_q must be a multiple of heads_kv"
             )
+        for field in ("window_left", "window_right"):
+            value = getattr(self, field)
+            if not UNLIMITED <= value <= _LARGEST_DIMENSION:
+                raise UsageError(f"{field} is {value}: it must be a number of keys, or {UNLIMITED} for no limit")
+        if self.causal and self.window_right > 0:
+            raise UsageError(f"a causal mask shows no key past the diagonal, and window_right is {self.window_right}")
+        if self.window_right == 0:
+            object.__setattr__(self, "causal", True)
+            object.__setattr__(self, "window_right", UNLIMITED)
+        if self.bottom_right and self.mask == FULL:
+            raise UsageError("a full mask has no diagonal that could be aligned")
 
     @classmethod
-    def parse(cls, shape: str, *, dtype: str = "bf16", causal: bool = False) -> Problem:
+    def parse(cls, shape: str, *, dtype: str = "bf16", **features: Any) -> Problem:
         """Reads a shape as people write it.
 
         Args:
-            shape: ``B_H_S_D``, or ``B_HQ_HKV_S_D`` for grouped queries.
+            shape: ``B_H_S_D``, or ``B_HQ_HKV_S_D`` for grouped queries; S may be ``SQxSKV``.
             dtype: ``bf16`` or ``fp16``.
-            causal: See the class.
+            **features: ``causal``, ``window_left`` and so on: see the class.
 
         Raises:
             UsageError: The shape is malformed or impossible.
         """
-        parts = shape.split("_")
-        if len(parts) not in (4, 5) or not all(part.isascii() and part.isdecimal() for part in parts):
+        found = re.fullmatch(r"(\d+)_(\d+)(?:_(\d+))?_(\d+)(?:x(\d+))?_(\d+)", shape, re.ASCII)
+        if not found:
             raise UsageError(f"malformed shape {shape!r}: write B_H_S_D or B_HQ_HKV_S_D, such as 8_16_4096_128")
-        numbers = [int(part) for part in parts]
-        batch, heads_q, seqlen, head_dim = numbers[0], numbers[1], numbers[-2], numbers[-1]
-        heads_kv = numbers[2] if len(numbers) == 5 else heads_q
-        return cls(dtype, batch, heads_q, heads_kv, seqlen, seqlen, head_dim, causal)
+        batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim = found.groups()
+        return cls(
+            dtype,
+            int(batch),
+            int(heads_q),
+            int(heads_kv or heads_q),
+            int(seqlen_q),
+            int(seqlen_kv or seqlen_q),
+            int(head_dim),
+            **features,
+        )
 
     @property
     def shape(self) -> str:
@@ -82,8 +126,62 @@ class Problem:
 
     @property
     def label(self) -> str:
-        """The whole problem for people: shape, dtype and mask."""
-        return f"{self.shape} {self.dtype} {'causal' if self.causal else 'full'}"
+        """The whole problem for people: shape, dtype, mask and what else is asked for."""
+        return f"{self.shape} {self.dtype} {self.features_label}"
+
+    @property
+    def features_label(self) -> str:
+        """The mask with its limits, and what else is asked for."""
+        return self._label(f"window {self.window_left},{self.right}")
+
+    @property
+    def kind_label(self) -> str:
+        """The same without limits: what of it a kernel is generated for."""
+        return self._label(WINDOW)
+
+    def _label(self, window: str) -> str:
+        flags = (name.replace("_", "-") for name in FLAGS if getattr(self, name))
+        return " ".join([window if self.mask == WINDOW else self.mask, *flags])
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """The mask and what else is asked for, by field."""
+        return {name: getattr(self, name) for name in ("causal", "window_left", "window_right", *FLAGS)}
+
+    @property
+    def mask(self) -> str:
+        """The kind of mask, which kernels are generated for: ``full``, ``causal`` or ``window``."""
+        if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
+            return WINDOW
+        return CAUSAL if self.causal else FULL
+
+    @property
+    def right(self) -> int:
+        """Keys past the diagonal that a query sees, or -1 for all of them."""
+        return 0 if self.causal else self.window_right
+
+    @property
+    def kind(self) -> str:
+        """What a kernel is generated for, as a name: dtype, head_dim, mask and what else is asked for, but no size."""
+        flags = (_KIND_NAMES[name] for name in FLAGS if getattr(self, name))
+        return "_".join([self.dtype, f"d{self.head_dim}", self.mask, *flags])
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """Sq and Skv of each sequence.
+
+        Where they vary, the b-th of B has (b + 1) B-ths of the longest: what is timed, for lack of the real lengths.
+        """
+        if not self.varlen:
+            return ((self.seqlen_q, self.seqlen_kv),) * self.batch
+        return tuple(
+            (-(-self.seqlen_q * part // self.batch), -(-self.seqlen_kv * part // self.batch))
+            for part in range(1, self.batch + 1)
+        )
+
+    def band(self, seqlen_q: int, seqlen_kv: int) -> tuple[int, int]:
+        """Which keys are seen in a sequence of these lengths: see `band`."""
+        return band(seqlen_q, seqlen_kv, self.window_left, self.right, self.bottom_right)
 
     @property
     def softmax_scale(self) -> float:
@@ -92,35 +190,62 @@ class Problem:
 
     @property
     def query_key_pairs(self) -> int:
-        """Score elements of one head that are counted as work; a causal mask of a square problem halves them.
+        """Score elements of one head, over the whole batch, that are counted as work.
 
-        The exact triangle has S(S+1)/2 elements; S*S/2 is the literature's convention (FlashAttention's
-        benchmarks, and the write-up's appendix C).
+        A causal triangle of S(S+1)/2 elements counts as S*S/2, the literature's convention (FlashAttention's
+        benchmarks, and the write-up's appendix C); windows are counted exactly.
         """
-        if not self.causal:
-            return self.seqlen_q * self.seqlen_kv
-        square = min(self.seqlen_q, self.seqlen_kv)
-        return square * square // 2 + max(self.seqlen_q - self.seqlen_kv, 0) * self.seqlen_kv
+        if not self.varlen:
+            return self.batch * self._pairs(self.seqlen_q, self.seqlen_kv)
+        return sum(self._pairs(*lengths) for lengths in self.lengths)
+
+    def _pairs(self, seqlen_q: int, seqlen_kv: int) -> int:
+        if self.mask == FULL:
+            return seqlen_q * seqlen_kv
+        low, high = self.band(seqlen_q, seqlen_kv)
+        visible = _keys_up_to(high, seqlen_q, seqlen_kv) - _keys_up_to(low - 1, seqlen_q, seqlen_kv)
+        if self.mask == CAUSAL:
+            # Half of the diagonal: one key of each row that has one on it.
+            rows = max(min(seqlen_q, seqlen_kv - high) - max(-high, 0), 0)
+            visible -= -(-rows // 2)
+        return visible
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the five matrix products; softmax and masks are not counted."""
-        return 2 * _GRADIENT_MATMULS * self.batch * self.heads_q * self.query_key_pairs * self.head_dim
+        return 2 * _GRADIENT_MATMULS * self.heads_q * self.query_key_pairs * self.head_dim
+
+    @property
+    def positions(self) -> tuple[int, int]:
+        """Rows of q and of k of a tensor: S, or with sequences of several lengths those of all of them."""
+        if not self.varlen:
+            return self.seqlen_q, self.seqlen_kv
+        return sum(seqlen_q for seqlen_q, _ in self.lengths), sum(seqlen_kv for _, seqlen_kv in self.lengths)
+
+    @property
+    def query_positions(self) -> int:
+        """Rows of q of one head, over the whole batch."""
+        return self.positions[0] * (1 if self.varlen else self.batch)
+
+    @property
+    def key_positions(self) -> int:
+        """Rows of k of one head, over the whole batch."""
+        return self.positions[1] * (1 if self.varlen else self.batch)
 
     @property
     def query_elements(self) -> int:
         """Elements of q, and of o, dO and dQ."""
-        return self.batch * self.heads_q * self.seqlen_q * self.head_dim
+        return self.heads_q * self.query_positions * self.head_dim
 
     @property
     def key_elements(self) -> int:
         """Elements of k, and of v, dK and dV."""
-        return self.batch * self.heads_kv * self.seqlen_kv * self.head_dim
+        return self.heads_kv * self.key_positions * self.head_dim
 
     @property
     def query_rows(self) -> int:
         """Rows of q over all heads: the elements of the log-sum-exp and of delta."""
-        return self.batch * self.heads_q * self.seqlen_q
+        return self.heads_q * self.query_positions
 
     @property
     def element_bytes(self) -> int:
@@ -138,5 +263,30 @@ class Problem:
         return (self.query_elements + 2 * self.key_elements) * self.element_bytes
 
     def resized(self, *, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_kv: int) -> Problem:
-        """The same kind of problem (dtype, head_dim, mask) at other sizes."""
+        """The same kind of problem (dtype, head_dim, mask and the rest) at other sizes."""
         return replace(self, batch=batch, heads_q=heads_q, heads_kv=heads_kv, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+
+
+def _keys_up_to(high: int, seqlen_q: int, seqlen_kv: int) -> int:
+    """The sum over the queries i of the keys 0 to i + high that there are."""
+    first = min(max(-high, 0), seqlen_q)  # the first query with such a key
+    past = min(max(seqlen_kv - high, first), seqlen_q)  # the first one with all of them
+    count = past - first
+    return count * (first + high + 1) + count * (count - 1) // 2 + (seqlen_q - past) * seqlen_kv
+
+
+def band(seqlen_q: int, seqlen_kv: int, left: int, right: int, bottom_right: bool) -> tuple[int, int]:
+    """The keys of query i of a sequence: those from ``i + low`` to ``i + high``, as far as there are such.
+
+    Args:
+        seqlen_q: Sq.
+        seqlen_kv: Skv.
+        left: Keys before the diagonal that are seen, or -1 for all.
+        right: Keys past it.
+        bottom_right: Where it lies.
+
+    Returns:
+        low and high; where there is no limit, the lengths are it.
+    """
+    diagonal = seqlen_kv - seqlen_q if bottom_right else 0
+    return -seqlen_q if left == UNLIMITED else diagonal - left, seqlen_kv if right == UNLIMITED else diagonal + right

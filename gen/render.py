@@ -13,7 +13,7 @@ from .config import Config
 from .device import H200, Device
 from .emulation import emulation
 from .errors import UsageError
-from .problem import Problem
+from .problem import FLAGS, Problem
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 _HASH_DIGITS = 16
@@ -49,18 +49,13 @@ class Source:
         return f"bwdtune_{self.config.id}_{self.kind}{build}"
 
 
-def problem_kind(problem: Problem) -> str:
-    """What of a problem a kernel is generated for; its sizes are arguments of the launch."""
-    return f"{problem.dtype}_d{problem.head_dim}_{'causal' if problem.causal else 'full'}"
-
-
 def render(
     problem: Problem, config: Config, *, emulate: str | None = None, card: Device = H200, cycles: bool = False
 ) -> Source:
     """The source of one kernel. Whether the configuration is valid for the problem is `space.refusal`'s to say.
 
-    Depends on the problem's dtype, head_dim and mask, and on the configuration; on nothing else, unless asked for a
-    build that is only measured, never used:
+    Depends on the problem's kind (`Problem.kind`) and on the configuration; on nothing else, unless asked for a build
+    that is only measured, never used:
 
     Args:
         problem: The problem.
@@ -77,14 +72,16 @@ def render(
     if probed and config.group != "mma":
         raise UsageError(f"{config.group} kernels do not count their cycles, and keep to no other card's pace")
     text = template.render(
+        kind=problem.kind,
         dtype=problem.dtype,
         head_dim=problem.head_dim,
-        causal=problem.causal,
+        mask=problem.mask,
+        **{name: getattr(problem, name) for name in FLAGS},
         config=config,
         pace=emulation(emulate, card) if emulate else None,
         probed=probed,
     )
-    return Source(problem_kind(problem), config, text, emulate, probed)
+    return Source(problem.kind, config, text, emulate, probed)
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from .problem import ACCUMULATOR_BYTES, Problem
 
 _CHUNK_BYTES = 16  # what ldmatrix reads of a row, and the narrowest panel
 _BARRIER_BYTES = 8
+_NUMBER_BYTES = 4  # where a block's threads read the number that one of them took
+FRAGMENT_COLUMNS = 16  # ldmatrix.x4 reads two 8-column B fragments at a time
 _FRAGMENT_REGISTERS = 4  # an accumulator fragment's fp32 values in a thread; also an ldmatrix.x4
 _WORKING_REGISTERS = 16  # two operand fragments in flight, and the addresses and loop state that nothing can do without
 _TRANSPOSED_WORKING_REGISTERS = 31  # the same where they are all addresses; measured: more than 224 others spill
@@ -58,12 +60,28 @@ def estimate(problem: Problem, config: Config) -> Estimate:
 
 def _shared_memory_bytes(problem: Problem, config: MmaConfig) -> int:
     pitch = config.swizzle or _CHUNK_BYTES
-    row_bytes = ceil_div(problem.head_dim * problem.element_bytes, pitch) * pitch
+    row_bytes = ceil_div(max(_columns(problem, config)) * problem.element_bytes, pitch) * pitch
     keys = 2 * config.block_kv * row_bytes
     queries = 2 * config.stages * config.block_q * row_bytes
     scores = 2 * config.block_q * config.block_kv * problem.element_bytes
     barriers = 1 + max(config.stages - 1, 1)
-    return keys + queries + scores + barriers * _BARRIER_BYTES
+    number = _NUMBER_BYTES if problem.deterministic else 0
+    return keys + queries + scores + barriers * _BARRIER_BYTES + number
+
+
+def _columns(problem: Problem, config: MmaConfig) -> tuple[int, int, int]:
+    """Columns of head_dim as S and dP, dQ, and dK and dV have them, with what fills up the last warp's."""
+    warps_per_key_group, _ = key_group_warps(config)
+    of_scores, of_dq, of_dkv = (
+        warps * columns_per_warp(problem.head_dim, warps)
+        for warps in (1, config.warps_per_row_group, warps_per_key_group)
+    )
+    return of_scores, of_dq, of_dkv
+
+
+def columns_per_warp(head_dim: int, warps: int) -> int:
+    """Columns of head_dim that each of some warps takes: whole pairs of fragments, and so perhaps more than exist."""
+    return ceil_div(head_dim, warps * FRAGMENT_COLUMNS) * FRAGMENT_COLUMNS
 
 
 def key_group_warps(config: MmaConfig) -> tuple[int, int]:
@@ -75,11 +93,11 @@ def key_group_warps(config: MmaConfig) -> tuple[int, int]:
 
 def _registers(problem: Problem, config: MmaConfig) -> int:
     score_fragments = config.block_kv // MMA_COLUMNS // config.warps_per_row_group
-    dq_fragments = problem.head_dim // MMA_COLUMNS // config.warps_per_row_group
+    dq_fragments = columns_per_warp(problem.head_dim, config.warps_per_row_group) // MMA_COLUMNS
     warps_per_key_group, groups_per_warp = key_group_warps(config)
-    dkv_fragments = groups_per_warp * problem.head_dim // MMA_COLUMNS // warps_per_key_group
+    dkv_fragments = groups_per_warp * columns_per_warp(problem.head_dim, warps_per_key_group) // MMA_COLUMNS
     kept_operands = int(config.k_in_registers) + int(config.v_in_registers)
-    kept = kept_operands * problem.head_dim // MMA_DEPTH * score_fragments * 2
+    kept = kept_operands * ceil_div(problem.head_dim, MMA_DEPTH) * score_fragments * 2
     # S and dP are alive together, dQ after them.
     passing = _FRAGMENT_REGISTERS * max(2 * score_fragments, dq_fragments)
     return 2 * _FRAGMENT_REGISTERS * dkv_fragments + kept + passing + _WORKING_REGISTERS
@@ -160,15 +178,28 @@ def occupancy(device: Device, *, threads: int, registers: int, shared_memory_byt
 def mma_count(problem: Problem, config: Config) -> int:
     """The m16n8k16 products of a launch of the main kernel, tails and masked elements of a tile included.
 
-    A block has a tile of keys and meets every tile of queries, of a causal mask those from its first key on: five
-    products of ``block_q`` x ``block_kv`` x ``head_dim`` each.
+    A block has a tile of keys and meets the tiles of queries that the mask leaves it: five products of ``block_q`` x
+    ``block_kv`` x ``head_dim`` each, whose columns some warps fill up.
     """
-    query_tiles = ceil_div(problem.seqlen_q, config.block_q)
+    met = sum(_tiles_met(problem, config, *lengths) for lengths in problem.lengths)
+    columns = 5 * problem.head_dim
+    if isinstance(config, MmaConfig):
+        of_scores, of_dq, of_dkv = _columns(problem, config)
+        columns = 2 * of_scores + of_dq + 2 * of_dkv
+    tile = config.block_q * config.block_kv * columns // (MMA_ROWS * MMA_COLUMNS * MMA_DEPTH)
+    return problem.heads_q * met * tile
+
+
+def _tiles_met(problem: Problem, config: Config, seqlen_q: int, seqlen_kv: int) -> int:
+    """Pairs of a tile of queries and one of keys, of one head of a sequence of these lengths."""
+    low, high = problem.band(seqlen_q, seqlen_kv)
+    query_tiles = ceil_div(seqlen_q, config.block_q)
     met = 0
-    for kv_start in range(0, problem.seqlen_kv, config.block_kv):
-        met += max(query_tiles - (kv_start // config.block_q if problem.causal else 0), 0)
-    tile = 5 * config.block_q * config.block_kv * problem.head_dim // (MMA_ROWS * MMA_COLUMNS * MMA_DEPTH)
-    return problem.batch * problem.heads_q * met * tile
+    for kv_start in range(0, seqlen_kv, config.block_kv):
+        first = max(kv_start - high, 0) // config.block_q
+        end = min((kv_start + config.block_kv - 1 - low) // config.block_q + 1, query_tiles)
+        met += max(end - first, 0)
+    return met
 
 
 def tensor_activity(problem: Problem, config: Config, device: Device, *, cycles: float, clocks_per_mma: float) -> float:

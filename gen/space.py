@@ -12,12 +12,12 @@ from typing import Any
 from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from .device import Device
 from .errors import UsageError
-from .problem import Problem
+from .problem import FLAGS, WINDOW, Problem
 from .render import template_hash
-from .resources import blocks_per_sm, estimate, key_group_warps
+from .resources import FRAGMENT_COLUMNS, blocks_per_sm, columns_per_warp, estimate, key_group_warps
 
 _LARGEST_HEAD_DIM = 256
-_FRAGMENT_COLUMNS = 16  # ldmatrix.x4 reads two 8-column B fragments at a time
+_HEAD_DIM_STEP = 8  # 16 bytes: TMA's strides are multiples of that
 _WGMMA_HEAD_DIMS = (64, 128)
 _WGMMA_REGISTERS = 240  # what is left to each of 256 computing threads where 128 others have 24
 _SPACE_HASH_DIGITS = 12
@@ -30,6 +30,8 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
     if config.threads > device.max_threads_per_block:
         return f"{config.threads} threads: a block has at most {device.max_threads_per_block}"
     if reason := config.contradiction(vars(config)):
+        return reason
+    if not isinstance(config, MmaConfig) and (reason := _plain_refusal(problem, config)):
         return reason
     if isinstance(config, TransposedMmaConfig):
         reason = _transposed_refusal(problem.head_dim, config)
@@ -65,27 +67,28 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
     return None
 
 
+def _plain_refusal(problem: Problem, config: Config) -> str | None:
+    """What a problem asks for that only the ``mma`` family's template has."""
+    asked = [WINDOW] if problem.mask == WINDOW else []
+    asked += [name.replace("_", "-") for name in FLAGS if getattr(problem, name)]
+    return f"the {config.family} kernels have no {' and no '.join(asked)}: the mma kernels do" if asked else None
+
+
 def _mma_refusal(head_dim: int, config: MmaConfig) -> str | None:
     warps, per_row_group = config.num_warps, config.warps_per_row_group
-    if config.block_kv % (_FRAGMENT_COLUMNS * per_row_group):
+    if config.block_kv % (FRAGMENT_COLUMNS * per_row_group):
         return (
             f"S does not divide: {config.block_kv} keys among {per_row_group} warps are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
+            f"{FRAGMENT_COLUMNS} each"
         )
-    if head_dim % (_FRAGMENT_COLUMNS * per_row_group):
-        return (
-            f"dQ does not divide: {head_dim} columns among {per_row_group} warps are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
-        )
+    if reason := _idle_warp("dQ", head_dim, per_row_group):
+        return reason
     key_groups = config.block_kv // MMA_ROWS
     if warps % key_groups and key_groups % warps:
         return f"dK and dV do not divide: {warps} warps for {key_groups} groups of {MMA_ROWS} keys"
     warps_per_key_group, _ = key_group_warps(config)
-    if head_dim % (_FRAGMENT_COLUMNS * warps_per_key_group):
-        return (
-            f"dK and dV do not divide: {head_dim} columns among {warps_per_key_group} warps are not a multiple of "
-            f"{_FRAGMENT_COLUMNS} each"
-        )
+    if reason := _idle_warp("dK and dV", head_dim, warps_per_key_group):
+        return reason
     return None
 
 
@@ -95,9 +98,9 @@ def _transposed_refusal(head_dim: int, config: TransposedMmaConfig) -> str | Non
     divisions = (
         ("S", config.block_kv, "keys", warps // groups, MMA_ROWS),
         ("S", config.block_q, "queries", groups, MMA_DEPTH),
-        ("dK and dV", head_dim, "columns", column_groups, _FRAGMENT_COLUMNS),
+        ("dK and dV", head_dim, "columns", column_groups, FRAGMENT_COLUMNS),
         ("dQ", config.block_q, "queries", row_warps, MMA_ROWS),
-        ("dQ", head_dim, "columns", warps // row_warps, _FRAGMENT_COLUMNS),
+        ("dQ", head_dim, "columns", warps // row_warps, FRAGMENT_COLUMNS),
     )
     for product, size, unit, parts, multiple in divisions:
         if size % (parts * multiple):
@@ -121,8 +124,18 @@ def _wgmma_refusal(problem: Problem, config: WgmmaConfig, device: Device) -> str
 
 def head_dim_refusal(head_dim: int) -> str | None:
     """Why no configuration takes this head_dim, in words; None where some may."""
-    if head_dim % MMA_DEPTH or head_dim > _LARGEST_HEAD_DIM:
-        return f"head_dim {head_dim}: the kernels take multiples of {MMA_DEPTH} up to {_LARGEST_HEAD_DIM}"
+    if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
+        return f"head_dim {head_dim}: the kernels take multiples of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}"
+    return None
+
+
+def _idle_warp(gradient: str, head_dim: int, warps: int) -> str | None:
+    columns = columns_per_warp(head_dim, warps)
+    if (warps - 1) * columns >= head_dim:
+        return (
+            f"{gradient} does not divide: of {head_dim} columns among {warps} warps, {columns} for each, "
+            "none are left for the last"
+        )
     return None
 
 

@@ -1,9 +1,11 @@
-"""`attention`: PyTorch's own forward with the stored winner as its backward."""
+"""`attention` and `attention_varlen`: PyTorch's own forward with the stored winner as its backward."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +13,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..gen.errors import UsageError
-from ..gen.problem import Problem
+from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem, band
 from . import dispatch, torch_attention
+from .features import PLAIN, Features, Sequences
 from .kernel import TORCH_DTYPES, Kernel, backward
 
 _log = logging.getLogger("bwdtune")
@@ -31,67 +34,242 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    window: tuple[int, int] = (UNLIMITED, UNLIMITED),
+    alignment: str = TOP_LEFT,
+    softcap: float = 0.0,
+    deterministic: bool | None = None,
 ) -> torch.Tensor:
-    """Scaled dot-product attention: `F.scaled_dot_product_attention` with a tuned backward.
+    """Scaled dot-product attention: `F.scaled_dot_product_attention` with a tuned backward, and with more masks.
 
     The forward is PyTorch's fused one. The backward is the kernel that `tuner search` stored as the winner for this
     problem (or the nearest one to it: `dispatch.choose`) on the tensors' GPU, compiled on first use. Where there is
     none, or the input is not one that a kernel takes (on the CPU, not 4-dimensional, of another dtype, empty, a tensor
-    subclass, while PyTorch's deterministic mode is on or its flash attention off), the whole call is PyTorch's, and one
-    line in the log of ``bwdtune`` says why, once. So it is, without a line, under `torch.compile` and where no gradient
-    is needed.
+    subclass, while PyTorch's flash attention is off), the whole call is PyTorch's, and one line in the log of
+    ``bwdtune`` says why, once. So it is, without a line, under `torch.compile` and where no gradient is needed.
 
-    Under autocast the inputs are cast as for PyTorch's function. The gradient cannot be differentiated again.
+    PyTorch has no fused forward with a softcap: that one is made of its elementary operations, tens of times slower.
+
+    Under autocast the inputs are cast as for PyTorch's function. The gradient cannot be differentiated again. A query
+    that sees no key has an output and a gradient of zero.
 
     Args:
         q: (B, Hq, Sq, D), bf16 or fp16, any strides.
         k: (B, Hkv, Skv, D).
         v: (B, Hkv, Skv, D).
-        is_causal: Query i sees the keys 0..i only (aligned top-left).
+        is_causal: A query sees no key past its diagonal.
         scale: The softmax scale; 1/sqrt(D) by default.
         enable_gqa: Allow Hkv to be a divisor of Hq.
+        window: How many keys before and past its diagonal a query sees; -1 for all. With `is_causal` none past it.
+        alignment: Where the diagonal lies: ``top-left``, query i at key i, as PyTorch's `is_causal`; or
+            ``bottom-right``, query i at key ``i + Skv - Sq``, as FlashAttention.
+        softcap: Scores are ``softcap * tanh(score / softcap)``; 0 for none.
+        deterministic: Whether gradients must be the same bits at each call; by default whether
+            `torch.use_deterministic_algorithms` is on. Such kernels have winners of their own.
 
     Returns:
         (B, Hq, Sq, D).
 
     Raises:
-        ValueError: q, k and v are on different devices.
+        ValueError: q, k and v are on different devices, or an argument makes no sense.
     """
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q is on {q.device}, k on {k.device} and v on {v.device}: they must be on one device")
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        q, k, v = _autocast(q, k, v)
-        kernel = _kernel_for(q, k, v, is_causal, enable_gqa)
-        if kernel:
-            output: torch.Tensor = _Attention.apply(
-                q, k, v, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, kernel
-            )
-            return output
+    _same_device(q=q, k=k, v=v)
+    features = Features((window[0], window[1]), _aligned_bottom_right(alignment), softcap)
+    _refuse_nonsense(features)
+    if q.dim() == k.dim() == 4:
+        is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
+    if not features.plain and (reason := _shape_objection(q, k, v, enable_gqa)):
+        raise ValueError(reason)
+    call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic)
+    gradient = _needs_gradient(q, k, v)
+    cast_q, cast_k, cast_v = _autocast(q, k, v)
+    kernel = None
+    if gradient and not torch.compiler.is_compiling():
+        kernel = _kernel_for(call, cast_q, cast_k, cast_v, enable_gqa)
+    # What is not plain PyTorch's function does not take, and where it cannot be told to be deterministic we are.
+    own = not features.plain or (deterministic and gradient and _shape_objection(q, k, v, enable_gqa) is None)
+    if kernel or own:
+        return call.run(cast_q, cast_k, cast_v, kernel)
     # Of an empty batch, PyTorch's fused kernels may make no tensor at all.
     empty = not torch.compiler.is_compiling() and not (q.numel() and k.numel())
     with sdpa_kernel(SDPBackend.MATH) if empty else contextlib.nullcontext():
         return _pytorch(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: tuple[int, int] = (UNLIMITED, UNLIMITED),
+    alignment: str = BOTTOM_RIGHT,
+    softcap: float = 0.0,
+    deterministic: bool | None = None,
+) -> torch.Tensor:
+    """Attention within each of several sequences, which lie one after another in one tensor.
+
+    As `attention` otherwise. Give the same tensor as both `cu_seqlens_q` and `cu_seqlens_kv` where the lengths are the
+    same: nothing else tells, without waiting for the GPU, that both alignments are then one. With different lengths and
+    ``top-left``, and with a softcap, PyTorch has no fused forward, and its elementary operations take its place.
+
+    Args:
+        q: (Tq, Hq, D): the rows of all sequences.
+        k: (Tkv, Hkv, D).
+        v: (Tkv, Hkv, D).
+        cu_seqlens_q: int32 (B + 1), on the device of q: where each sequence begins, and one past the end of the last.
+        cu_seqlens_kv: The same for k and v.
+        max_seqlen_q: Length of the longest sequence in q, or a bound on it.
+        max_seqlen_kv: The same for k and v.
+        is_causal: As for `attention`.
+        scale: As for `attention`.
+        enable_gqa: As for `attention`.
+        window: As for `attention`.
+        alignment: As for `attention`, but ``bottom-right`` by default, as FlashAttention and PyTorch's `varlen_attn`.
+        softcap: As for `attention`.
+        deterministic: As for `attention`.
+
+    Returns:
+        (Tq, Hq, D).
+
+    Raises:
+        ValueError: The tensors are on different devices or of impossible shapes, or an argument makes no sense.
+    """
+    _same_device(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
+    if not q.dim() == k.dim() == v.dim() == 3:
+        raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: they must be (T, H, D)")
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    if reason := _shape_objection(q, k, v, enable_gqa):
+        raise ValueError(reason)
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if tensor.dim() != 1 or tensor.dtype != torch.int32 or not tensor.numel():
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: it must be int32 (B + 1)")
+    if cu_seqlens_q.shape != cu_seqlens_kv.shape:
+        raise ValueError(f"cu_seqlens_q has {cu_seqlens_q.numel()} values and cu_seqlens_kv {cu_seqlens_kv.numel()}")
+    bottom_right = _aligned_bottom_right(alignment)
+    masked = is_causal or tuple(window) != PLAIN.window
+    features = Features(
+        (window[0], window[1]),
+        bottom_right and masked and cu_seqlens_q is not cu_seqlens_kv,
+        softcap,
+        Sequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
+    )
+    _refuse_nonsense(features)
+    call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic)
+    gradient = _needs_gradient(q, k, v)
+    q, k, v = _autocast(q, k, v)
+    kernel = _kernel_for(call, q, k, v, enable_gqa) if gradient and not torch.compiler.is_compiling() else None
+    return call.run(q, k, v, kernel)[0].transpose(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What is asked for, besides the tensors.
+
+    Attributes:
+        causal: See `attention`.
+        scale: The softmax scale.
+        features: The mask in its simplest terms, and the rest.
+        deterministic: As it was asked for; None where nothing was.
+    """
+
+    causal: bool
+    scale: float
+    features: Features
+    deterministic: bool | None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether gradients have to be the same bits at each call."""
+        return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
+
+    def problem(self, q: torch.Tensor, k: torch.Tensor) -> Problem:
+        """What a kernel has to compute.
+
+        Raises:
+            UsageError: No problem has such sizes.
+        """
+        sequences = self.features.sequences
+        sizes = (
+            (sequences.count, q.shape[1], k.shape[1], sequences.seqlen_q, sequences.seqlen_kv, q.shape[3])
+            if sequences
+            else (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+        )
+        left, right = self.features.limits(self.causal)
+        return Problem(
+            _DTYPE_NAMES[q.dtype],
+            *sizes,
+            causal=self.causal,
+            window_left=left,
+            window_right=UNLIMITED if self.causal else right,
+            bottom_right=self.features.bottom_right,
+            softcap=bool(self.features.softcap),
+            varlen=sequences is not None,
+            deterministic=self.repeatable,
+        )
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel | None) -> torch.Tensor:
+        """PyTorch's forward, and where a gradient is needed the kernel's backward, or PyTorch's if there is none."""
+        if _needs_gradient(q, k, v):
+            output: torch.Tensor = _Attention.apply(q, k, v, self, kernel)
+            return output
+        return self.forward(q, k, v).output
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch_attention.Forward:
+        """PyTorch's."""
+        return torch_attention.forward(q, k, v, self.causal, self.scale, self.features)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, kernel: Kernel
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, kernel: Kernel | None
     ) -> torch.Tensor:
-        result = torch_attention.forward(q, k, v, causal, scale)
-        ctx.save_for_backward(q, k, v, result.output, result.lse)
-        ctx.scale, ctx.kernel = scale, kernel
+        result = call.forward(q, k, v)
+        if kernel:
+            ctx.save_for_backward(q, k, v, result.output, result.lse)
+            ctx.gradients = _of_kernel(kernel, call)
+        else:
+            ctx.save_for_backward(*result.saved)
+            ctx.gradients = _of_pytorch(result.gradients, call.repeatable)
         return result.output
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, output, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            gradients = backward(ctx.kernel, q, k, v, output, dout, lse, ctx.scale)
+            gradients = ctx.gradients(dout, *saved)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _Once.apply(*gradients, q, k, v, dout)
+            gradients = _Once.apply(*gradients, *saved[:3], dout)
         asked = (gradient if need else None for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False))
-        return (*asked, None, None, None)
+        return (*asked, None, None)
+
+
+def _of_kernel(kernel: Kernel, call: _Call) -> Callable[..., torch_attention.Gradients]:
+    def gradients(dout: torch.Tensor, *saved: torch.Tensor) -> torch_attention.Gradients:
+        q, k, v, output, lse = saved
+        features = call.features
+        if kernel.info.mask == "window":
+            features = replace(features, window=features.limits(call.causal))
+        return backward(kernel, q, k, v, output, dout, lse, call.scale, features)
+
+    return gradients
+
+
+def _of_pytorch(
+    found: Callable[..., torch_attention.Gradients], repeatable: bool
+) -> Callable[..., torch_attention.Gradients]:
+    def gradients(dout: torch.Tensor, *saved: torch.Tensor) -> torch_attention.Gradients:
+        with torch_attention.deterministic_algorithms() if repeatable else contextlib.nullcontext():
+            return found(dout, *saved)
+
+    return gradients
 
 
 class _Once(torch.autograd.Function):
@@ -112,6 +290,46 @@ class _Once(torch.autograd.Function):
         )
 
 
+def _same_device(**tensors: torch.Tensor) -> None:
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        first, *middle, last = (f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        places = ", ".join([first.replace(" on ", " is on "), *middle])
+        raise ValueError(f"{places} and {last}: they must be on one device")
+
+
+def _aligned_bottom_right(alignment: str) -> bool:
+    if alignment not in (TOP_LEFT, BOTTOM_RIGHT):
+        raise ValueError(f"alignment is {alignment!r}: it must be {TOP_LEFT!r} or {BOTTOM_RIGHT!r}")
+    return alignment == BOTTOM_RIGHT
+
+
+def _refuse_nonsense(features: Features) -> None:
+    if len(features.window) != 2 or min(features.window) < UNLIMITED:
+        raise ValueError(f"window is {features.window}: it must be two numbers of keys, or -1 for all of them")
+    if not features.softcap >= 0:
+        raise ValueError(f"softcap is {features.softcap}: it must be positive, or 0 for none")
+
+
+def _simplest(seqlen_q: int, seqlen_kv: int, causal: bool, features: Features) -> tuple[bool, Features]:
+    """The same mask in its simplest terms, so that problems that are the same have the same winner."""
+    left, right = features.limits(causal)
+    low, high = band(seqlen_q, seqlen_kv, left, right, features.bottom_right)
+    if low <= 1 - seqlen_q:  # the last query sees the first key
+        left = UNLIMITED
+    if high >= seqlen_kv - 1:  # the first query sees the last key
+        right = UNLIMITED
+    causal = right == 0
+    window = (left, UNLIMITED if causal else right)
+    masked = causal or window != PLAIN.window
+    return causal, replace(
+        features, window=window, bottom_right=features.bottom_right and masked and seqlen_q != seqlen_kv
+    )
+
+
+def _needs_gradient(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
@@ -120,13 +338,12 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
-def _kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, enable_gqa: bool) -> Kernel | None:
+def _kernel_for(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> Kernel | None:
     """The kernel for this input; where there is none, its reason goes to the log, once."""
-    reason = _objection(q, k, v, causal, enable_gqa)
+    reason = _objection(call, q, k, v, enable_gqa)
     if not reason:
-        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
         try:
-            choice = dispatch.choose(Problem(_DTYPE_NAMES[q.dtype], *sizes, causal), q.device.index or 0)
+            choice = dispatch.choose(call.problem(q, k), q.device.index or 0)
         except UsageError as error:  # a size that no problem can have
             choice = dispatch.Choice(None, str(error))
         if choice.kernel:
@@ -138,7 +355,7 @@ def _kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
     return None
 
 
-def _objection(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, enable_gqa: bool) -> str | None:
+def _objection(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> str | None:
     """Why no kernel takes this input, whatever is stored."""
     if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in (q, k, v)):
         return "a tensor is of a subclass of torch.Tensor"
@@ -148,18 +365,26 @@ def _objection(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, 
         return f"the tensors are on {q.device.type}"
     if q.dtype not in _DTYPE_NAMES or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}: kernels are for bfloat16 and float16"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        return f"the tensors have {q.dim()}, {k.dim()} and {v.dim()} dimensions, not four"
-    batch, heads_q, _, head_dim = q.shape
-    if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
-        return f"the shapes are {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-    if not q.numel() or not k.numel():
+    if reason := _shape_objection(q, k, v, enable_gqa):
+        return reason
+    sequences = call.features.sequences
+    if not q.numel() or not k.numel() or (sequences and not min(sequences.seqlen_q, sequences.seqlen_kv)):
         return "the input is empty"
-    if heads_q != k.shape[1] and (not enable_gqa or heads_q % k.shape[1]):
-        return f"{heads_q} query heads do not go with {k.shape[1]} key and value heads"
-    if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are asked for, and kernels add to dq in any order"
-    square = not causal or q.shape[2] == k.shape[2]
+    if not call.features.plain:
+        return None
+    square = not call.causal or q.shape[2] == k.shape[2]
     if not (torch.backends.cuda.flash_sdp_enabled() if square else torch.backends.cuda.mem_efficient_sdp_enabled()):
         return f"PyTorch's {'flash' if square else 'memory-efficient'} attention, whose forward is used, is turned off"
+    return None
+
+
+def _shape_objection(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> str | None:
+    """Why these are not q, k and v of one attention; (B, H, S, D)."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return f"the tensors have {q.dim()}, {k.dim()} and {v.dim()} dimensions, not four"
+    if k.shape != v.shape or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
+        return f"the shapes are {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    if heads_q != heads_kv and (not enable_gqa or not heads_kv or heads_q % heads_kv):
+        return f"{heads_q} query heads do not go with {heads_kv} key and value heads"
     return None

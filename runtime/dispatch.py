@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..db.shipped import Shipped, read_shipped
@@ -18,7 +18,7 @@ from ..gen.build import build_one
 from ..gen.config import Config
 from ..gen.device import Device
 from ..gen.errors import BwdtuneError
-from ..gen.problem import Problem
+from ..gen.problem import UNLIMITED, WINDOW, Problem
 from ..gen.render import render
 from ..gen.space import refusal
 from .gpu import current_device, gpu_key
@@ -47,9 +47,10 @@ def choose(problem: Problem, device_index: int) -> Choice:
     """The kernel of the stored winner, compiled into the cache on first use.
 
     The problem's own winner on this kind of GPU comes first. Where there is none, or it cannot be used, winners of the
-    same dtype, head_dim and mask follow, the nearest first: the distance is the sum of ``|log2(ratio)|`` of Sq, of Skv,
-    of B * Hq and of Hq / Hkv. A winner can be used if its configuration is valid for this problem's sizes, and its
-    source is, letter for letter, the one that was verified.
+    same kind (dtype, head_dim, mask and what else kernels are generated for) follow, the nearest first: the distance is
+    the sum of ``|log2(ratio)|`` of Sq, of Skv, of B * Hq, of Hq / Hkv, and of a query's keys in a window. A winner can
+    be used if its configuration is valid for this problem's sizes, and its source is, letter for letter, the one that
+    was verified.
 
     After all of these come the shipped configurations for this kind of GPU (its compute capability; the same model
     first), by the same rules: what a user has found comes first.
@@ -142,7 +143,7 @@ def _nearest(problem: Problem, device: Device, stored: tuple[Winner, ...]) -> li
     """The winners of this kind of problem on this kind of GPU, the problem's own first."""
     gpu = gpu_key(device)
     return sorted(
-        (winner for winner in stored if winner.environment.gpu == gpu and _kind(winner.problem) == _kind(problem)),
+        (winner for winner in stored if winner.environment.gpu == gpu and winner.problem.kind == problem.kind),
         # Of two for the same problem the one that was found without another card's limits.
         key=lambda winner: (winner.problem != problem, _distance(winner.problem, problem), winner.limits is not None),
     )
@@ -157,7 +158,7 @@ def _nearest_shipped(problem: Problem, device: Device) -> list[Shipped]:
     """The shipped rows of this kind of problem and of GPU, those for the same model and the problem's own first."""
     gpu = gpu_key(device)
     return sorted(
-        (row for row in _shipped() if row.gpu.capability == gpu.capability and _kind(row.problem) == _kind(problem)),
+        (row for row in _shipped() if row.gpu.capability == gpu.capability and row.problem.kind == problem.kind),
         key=lambda row: (row.gpu != gpu, row.problem != problem, _distance(row.problem, problem)),
     )
 
@@ -167,11 +168,11 @@ def _usable(problem: Problem, device: Device, config: Config, source_hash: str) 
     reason = refusal(problem, config, device)
     if reason:
         return reason
-    kernel = _compiled(_kind(problem), config, source_hash, device.arch)
+    kernel = _compiled(_any_size(problem), config, source_hash, device.arch)
     if isinstance(kernel, Kernel):
         try:  # it refuses sizes that it cannot count
             kernel.workspace_bytes(
-                problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_kv
+                problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_kv, problem.positions
             )
         except BwdtuneError as error:
             return str(error)
@@ -179,9 +180,9 @@ def _usable(problem: Problem, device: Device, config: Config, source_hash: str) 
 
 
 @functools.cache
-def _compiled(kind: Problem, config: Config, source_hash: str, arch: str) -> Kernel | str:
+def _compiled(problem: Problem, config: Config, source_hash: str, arch: str) -> Kernel | str:
     """A kernel that was verified, compiled and loaded; or why there is none."""
-    source = render(kind, config)
+    source = render(problem, config)
     if source.hash != source_hash:
         return "its templates have changed since it was verified; search again"
     _log.info("compiling %s for %s, if the cache does not have it", source.name, arch)
@@ -193,9 +194,10 @@ def _compiled(kind: Problem, config: Config, source_hash: str, arch: str) -> Ker
         return str(error)
 
 
-def _kind(problem: Problem) -> Problem:
-    """What a kernel is generated for: the problem without its sizes."""
-    return problem.resized(batch=1, heads_q=1, heads_kv=1, seqlen_q=1, seqlen_kv=1)
+def _any_size(problem: Problem) -> Problem:
+    """One problem for all of a kind."""
+    one = problem.resized(batch=1, heads_q=1, heads_kv=1, seqlen_q=1, seqlen_kv=1)
+    return replace(one, causal=False, window_left=1, window_right=UNLIMITED) if one.mask == WINDOW else one
 
 
 def _distance(a: Problem, b: Problem) -> float:
@@ -205,6 +207,8 @@ def _distance(a: Problem, b: Problem) -> float:
             problem.seqlen_kv,
             problem.batch * problem.heads_q,
             problem.heads_q / problem.heads_kv,
+            # A mask that is only causal shows as many as the lengths say.
+            max(problem.query_key_pairs, 1) / problem.query_positions if problem.mask == WINDOW else 1,
         )
 
     return sum(abs(math.log2(x / y)) for x, y in zip(measures(a), measures(b), strict=True))

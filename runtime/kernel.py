@@ -10,10 +10,13 @@ from pathlib import Path
 import torch
 
 from ..gen.errors import BwdtuneError
+from ..gen.problem import CAUSAL, FLAGS, FULL, UNLIMITED, WINDOW
+from .features import PLAIN, Features
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
+_MASKS = (FULL, CAUSAL, WINDOW)  # in the order of their numbers in the C interface
 _ALIGNMENT_BYTES = 16  # of TMA: bases and strides
 _STRIDE_LIMIT_BYTES = 2**40  # of TMA
 
@@ -50,6 +53,14 @@ class _Arguments(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_int64),
+        ("window_left", ctypes.c_int64),
+        ("window_right", ctypes.c_int64),
+        ("cu_seqlens_q", ctypes.c_void_p),
+        ("cu_seqlens_kv", ctypes.c_void_p),
+        ("positions_q", ctypes.c_int64),
+        ("positions_kv", ctypes.c_int64),
+        ("softcap", ctypes.c_float),
+        ("reserved", ctypes.c_int32),
     ]
 
 
@@ -58,7 +69,8 @@ class _Info(ctypes.Structure):
         ("struct_bytes", ctypes.c_int64),
         ("abi_version", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
-        ("causal", ctypes.c_int32),
+        ("mask", ctypes.c_int32),
+        *((flag, ctypes.c_int32) for flag in FLAGS),
         ("threads", ctypes.c_int32),
         ("shared_memory_bytes", ctypes.c_int64),
         ("dtype", ctypes.c_char_p),
@@ -73,7 +85,11 @@ class KernelInfo:
     Attributes:
         dtype: ``bf16`` or ``fp16``.
         head_dim: D.
-        causal: Whether the mask is compiled in.
+        mask: ``full``, ``causal`` or ``window``.
+        bottom_right: Where the mask is aligned: see `gen.problem.Problem`.
+        softcap: Whether scores are capped.
+        varlen: Whether it takes `Sequences`.
+        deterministic: Whether its gradients are the same bits at each call.
         config: The configuration's id.
         threads: Threads of a block of the main kernel.
         shared_memory_bytes: Dynamic shared memory of a block.
@@ -81,7 +97,11 @@ class KernelInfo:
 
     dtype: str
     head_dim: int
-    causal: bool
+    mask: str
+    bottom_right: bool
+    softcap: bool
+    varlen: bool
+    deterministic: bool
     config: str
     threads: int
     shared_memory_bytes: int
@@ -123,7 +143,7 @@ class Launch:
 
 
 class Kernel:
-    """One compiled backward: a dtype, a head_dim, a mask and a configuration, at any sizes.
+    """One compiled backward: a kind of problem (`gen.problem.Problem.kind`) and a configuration, at any sizes.
 
     Safe between threads, under CUDA graph capture and after a fork: it holds nothing but function pointers.
     """
@@ -155,7 +175,8 @@ class Kernel:
         self.info = KernelInfo(
             dtype=info.dtype.decode(),
             head_dim=info.head_dim,
-            causal=bool(info.causal),
+            mask=_MASKS[info.mask],
+            **{flag: bool(getattr(info, flag)) for flag in FLAGS},
             config=info.config.decode(),
             threads=info.threads,
             shared_memory_bytes=info.shared_memory_bytes,
@@ -187,6 +208,7 @@ class Kernel:
         dv: torch.Tensor,
         *,
         scale: float,
+        features: Features = PLAIN,
         workspace: torch.Tensor | None = None,
     ) -> Launch:
         """Checks the tensors and sets up a launch on their device's current stream.
@@ -202,12 +224,15 @@ class Kernel:
             dk: Written; as k.
             dv: Written; as v.
             scale: The softmax scale.
+            features: What else this kernel needs to know. With `Features.sequences` B is 1 here, and S counts the rows
+                of all of them.
             workspace: At least `workspace_bytes` bytes, uint8, 16-byte aligned; allocated where it is missing.
 
         Raises:
             KernelError: A shape, dtype, device or layout that this kernel does not take.
         """
         self._check(q, k, v, o, dout, lse, dq, dk, dv)
+        self._check_features(features, q.device)
         lse = lse.contiguous()
         arguments = _Arguments(
             struct_bytes=ctypes.sizeof(_Arguments),
@@ -220,6 +245,11 @@ class Kernel:
             scale=scale,
             device=q.device.index or 0,
             stream=torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None,
+            window_left=features.window[0],
+            window_right=features.window[1],
+            softcap=features.softcap,
+            positions_q=q.shape[2],
+            positions_kv=k.shape[2],
         )
         held = [lse]
         for name, tensor in zip(_INPUTS, (q, o, dout, k, v), strict=True):
@@ -235,6 +265,12 @@ class Kernel:
                 raise KernelError(f"{name} has strides {tensor.stride()}: a kernel cannot write to that layout")
             setattr(arguments, name, described)
             held.append(tensor)
+        if sequences := features.sequences:
+            starts = sequences.cu_seqlens_q.contiguous(), sequences.cu_seqlens_kv.contiguous()
+            arguments.cu_seqlens_q, arguments.cu_seqlens_kv = (tensor.data_ptr() for tensor in starts)
+            arguments.batch = sequences.count
+            arguments.seqlen_q, arguments.seqlen_kv = sequences.seqlen_q, sequences.seqlen_kv
+            held += starts
         needed = self._workspace_bytes(ctypes.byref(arguments))
         if needed < 0:
             raise KernelError(f"{self.info.config}: {self._text(needed)}")
@@ -265,17 +301,35 @@ class Kernel:
         dv: torch.Tensor,
         *,
         scale: float,
+        features: Features = PLAIN,
         workspace: torch.Tensor | None = None,
     ) -> None:
         """Computes dq, dk and dv on the current stream; asynchronous. See `prepare`."""
-        self.prepare(q, k, v, o, dout, lse, dq, dk, dv, scale=scale, workspace=workspace)()
+        self.prepare(q, k, v, o, dout, lse, dq, dk, dv, scale=scale, features=features, workspace=workspace)()
 
-    def workspace_bytes(self, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_kv: int) -> int:
+    def workspace_bytes(
+        self,
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        seqlen_q: int,
+        seqlen_kv: int,
+        positions: tuple[int, int] | None = None,
+    ) -> int:
         """Bytes of scratch memory that a launch at these sizes needs.
+
+        Args:
+            batch: B; with packed sequences their number.
+            heads_q: Hq.
+            heads_kv: Hkv.
+            seqlen_q: Sq; with packed sequences the longest one's length.
+            seqlen_kv: Skv.
+            positions: With packed sequences: rows of q, and of k, in all.
 
         Raises:
             KernelError: The kernel does not take these sizes.
         """
+        positions_q, positions_kv = positions or (seqlen_q, seqlen_kv)
         arguments = _Arguments(
             struct_bytes=ctypes.sizeof(_Arguments),
             batch=batch,
@@ -283,6 +337,10 @@ class Kernel:
             heads_kv=heads_kv,
             seqlen_q=seqlen_q,
             seqlen_kv=seqlen_kv,
+            window_left=UNLIMITED,
+            window_right=UNLIMITED,
+            positions_q=positions_q,
+            positions_kv=positions_kv,
         )
         needed: int = self._workspace_bytes(ctypes.byref(arguments))
         if needed < 0:
@@ -319,6 +377,27 @@ class Kernel:
         if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or lse.device != q.device:
             raise KernelError(f"lse must be float32 of shape {tuple(q.shape[:3])} on {q.device}")
 
+    def _check_features(self, features: Features, device: torch.device) -> None:
+        if bool(features.softcap) != self.info.softcap:
+            raise KernelError(
+                f"softcap is {features.softcap}: this kernel {'needs one' if self.info.softcap else 'has none'}"
+            )
+        if self.info.mask != WINDOW and features.window != (UNLIMITED, UNLIMITED):
+            raise KernelError(f"the window is {features.window}: this kernel's mask is {self.info.mask}")
+        if self.info.mask != FULL and features.bottom_right != self.info.bottom_right:
+            raise KernelError(
+                f"this kernel's mask is aligned {'bottom-right' if self.info.bottom_right else 'top-left'}"
+            )
+        if (features.sequences is not None) != self.info.varlen:
+            raise KernelError(
+                f"this kernel takes {'packed sequences only' if self.info.varlen else 'no packed sequences'}"
+            )
+        if sequences := features.sequences:
+            for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+                tensor = getattr(sequences, name)
+                if tensor.shape != (sequences.count + 1,) or tensor.dtype != torch.int32 or tensor.device != device:
+                    raise KernelError(f"{name} must be int32 of shape ({sequences.count + 1},) on {device}")
+
 
 def backward(
     kernel: Kernel,
@@ -329,6 +408,7 @@ def backward(
     dout: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
+    features: Features = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of attention, in their inputs' layouts; asynchronous on the device's current stream.
 
@@ -341,6 +421,7 @@ def backward(
         dout: (B, Hq, Sq, D), any strides, expanded ones too.
         lse: (B, Hq, Sq), fp32, natural logarithm.
         scale: The softmax scale.
+        features: See `Kernel.prepare`.
 
     Returns:
         dq, dk and dv. A gradient has its input's strides where those are dense with a unit last stride, else it is
@@ -352,7 +433,10 @@ def backward(
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     gradients = _gradient_like(q), _gradient_like(k), _gradient_like(v)
-    kernel.launch(q, k, v, o, dout, lse, *gradients, scale=scale)
+    if features.sequences:  # rows that belong to none are nobody's to write
+        gradients[1].zero_()
+        gradients[2].zero_()
+    kernel.launch(q, k, v, o, dout, lse, *gradients, scale=scale, features=features)
     return gradients
 
 

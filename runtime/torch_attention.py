@@ -1,11 +1,20 @@
-"""PyTorch's own fused attention: the forward that yields the log-sum-exp, and the backward that belongs to it."""
+"""PyTorch's own attention: the forward that yields the log-sum-exp, and the backward that belongs to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from ..gen.problem import UNLIMITED
+from . import math_attention
+from .features import PLAIN, Features
 
 _aten = torch.ops.aten
 
@@ -20,50 +29,88 @@ class Forward:
 
     Attributes:
         output: (B, Hq, Sq, D), in the dtype of q.
-        lse: (B, Hq, Sq), fp32, contiguous, natural logarithm.
-        backward: PyTorch's backward of this forward: dout -> dq, dk, dv. Asynchronous; may be called repeatedly.
+        lse: (B, Hq, Sq), fp32, contiguous, natural logarithm; infinite where a row sees no key.
+        saved: The tensors that `gradients` needs besides dout, q, k and v first: apart from it, so that autograd keeps
+            them its own way.
+        gradients: PyTorch's backward of this forward: dout, *saved -> dq, dk, dv. Asynchronous; may be called again.
     """
 
     output: torch.Tensor
     lse: torch.Tensor
-    backward: Callable[[torch.Tensor], Gradients]
+    saved: tuple[Any, ...]
+    gradients: Callable[..., Gradients]
+
+    def backward(self, dout: torch.Tensor) -> Gradients:
+        """dq, dk and dv."""
+        return self.gradients(dout, *self.saved)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Forward:
-    """The fastest of PyTorch's forwards that yields the log-sum-exp with a mask aligned top-left.
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features = PLAIN
+) -> Forward:
+    """The fastest of PyTorch's forwards that yields the log-sum-exp for this mask.
 
     Args:
-        q: (B, Hq, Sq, D), bf16 or fp16, not empty.
+        q: (B, Hq, Sq, D), bf16 or fp16 for a fused one.
         k: (B, Hkv, Skv, D); Hkv divides Hq.
         v: (B, Hkv, Skv, D).
-        causal: Whether query i sees the keys 0..i only.
+        causal: Whether query i sees the keys 0..i only, or as `features` aligns it.
         scale: The softmax scale.
+        features: The rest.
     """
-    if not q.is_cuda:
+    if not q.numel() or not k.numel() or (q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)):
+        return _math(q, k, v, causal, scale, features)
+    if features.plain and not q.is_cuda:
         return _for_cpu(q, k, v, causal, scale)
+    if not q.is_cuda or features.softcap:
+        return _math(q, k, v, causal, scale, features)
     for dim in (0, 1):
         if q.shape[dim] > _LARGEST_GRID:
-            return _in_parts(q, k, v, causal, scale, dim)
-    if causal and q.shape[2] != k.shape[2]:
-        return _efficient(q, k, v, causal, scale)
-    return flash(q, k, v, causal, scale)
+            return _in_parts(q, k, v, causal, scale, features, dim)
+    if features.plain:
+        if causal and q.shape[2] != k.shape[2]:
+            return _efficient(q, k, v, causal, scale)
+        return flash(q, k, v, causal, scale)
+    left, right = features.limits(causal)
+    if not features.sequences:
+        return _flash_band(q, k, v, left, right, features.bottom_right, scale)
+    if features.bottom_right or (left, right) == (UNLIMITED, UNLIMITED):
+        return _flash_packed(q, k, v, left, right, scale, features)
+    if features.sequences.cu_seqlens_q is features.sequences.cu_seqlens_kv:  # equal lengths have one diagonal
+        return _flash_packed(q, k, v, left, right, scale, features)
+    return _math(q, k, v, causal, scale, features)
 
 
-def _in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, dim: int) -> Forward:
+def _in_parts(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features, dim: int
+) -> Forward:
     """`forward`, with the batch or the heads in parts that PyTorch's kernels take."""
     parts = -(-q.shape[dim] // _LARGEST_GRID)
     size = -(-k.shape[dim] // parts)
-    group = q.shape[dim] // k.shape[dim]
-    rows = q.split(size * group, dim)
-    results = [forward(*part, causal, scale) for part in zip(rows, k.split(size, dim), v.split(size, dim), strict=True)]
+    rows = size * (q.shape[dim] // k.shape[dim])
+    if rows == q.shape[dim]:  # the query heads of one key head are too many
+        return _math(q, k, v, causal, scale, features)
 
-    def backward(dout: torch.Tensor) -> Gradients:
-        found = [result.backward(part) for result, part in zip(results, dout.split(size * group, dim), strict=True)]
+    def split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Gradients]:
+        return list(zip(q.split(rows, dim), k.split(size, dim), v.split(size, dim), strict=True))
+
+    results = [forward(*part, causal=causal, scale=scale, features=features) for part in split(q, k, v)]
+    # Apart from the results: what they saved must not be held here.
+    backwards = [(result.gradients, len(result.saved) - 3) for result in results]
+
+    def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
+        q, k, v, *rest = saved
+        others = iter(rest)
+        found = [
+            backward(dout_part, *part, *itertools.islice(others, count))
+            for (backward, count), dout_part, part in zip(backwards, dout.split(rows, dim), split(q, k, v), strict=True)
+        ]
         dq, dk, dv = (torch.cat(gradients, dim) for gradients in zip(*found, strict=True))
         return dq, dk, dv
 
+    saved = (q, k, v, *(tensor for result in results for tensor in result.saved[3:]))
     output = torch.cat([result.output for result in results], dim)
-    return Forward(output, torch.cat([result.lse for result in results], dim), backward)
+    return Forward(output, torch.cat([result.lse for result in results], dim), saved, gradients)
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Forward:
@@ -78,13 +125,15 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale
         q, k, v, 0.0, causal, False, scale=scale
     )
 
-    def backward(dout: torch.Tensor) -> Gradients:
-        gradients: Gradients = _aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, output, lse, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, causal, seed, offset, scale=scale
+    def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
+        *inputs, seed, offset = saved
+        found: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+            dout, *inputs, max_q, max_k, 0.0, causal, seed, offset, scale=scale
         )
-        return gradients
+        return found
 
-    return Forward(output, lse.contiguous(), backward)
+    saved = (q, k, v, output, lse, cum_seq_q, cum_seq_k, seed, offset)
+    return Forward(output, lse.contiguous(), saved, gradients)
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Forward:
@@ -97,42 +146,193 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
 
-    def backward(dout: torch.Tensor) -> Gradients:
-        gradients: Gradients = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, output, lse, seed, offset, None, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, causal, scale=scale
+    def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
+        *inputs, cum_seq_q, cum_seq_k = saved
+        found: Gradients = _aten._scaled_dot_product_cudnn_attention_backward(
+            dout, *inputs, None, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, causal, scale=scale
         )
-        return gradients
+        return found
 
-    return Forward(output, lse.reshape(q.shape[:3]).contiguous(), backward)
+    saved = (q, k, v, output, lse, seed, offset, cum_seq_q, cum_seq_k)
+    return Forward(output, lse.reshape(q.shape[:3]).contiguous(), saved, gradients)
 
 
 def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Forward:
-    keys, values = _expand_heads(q, k), _expand_heads(q, v)
     output, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
-        q, keys, values, None, True, 0.0, causal, scale=scale
+        q, _expand_heads(q, k), _expand_heads(q, v), None, True, 0.0, causal, scale=scale
     )
 
-    def backward(dout: torch.Tensor) -> Gradients:
+    def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
+        q, k, v, *rest = saved
+        keys, values = _expand_heads(q, k), _expand_heads(q, v)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, keys, values, None, output, lse, seed, offset, 0.0, [True, True, True, False], causal, scale=scale
+            dout, q, keys, values, None, *rest, 0.0, [True, True, True, False], causal, scale=scale
         )
         return dq, _sum_heads(dk, k), _sum_heads(dv, v)
 
     # The kernel pads its rows to a multiple of 32.
-    return Forward(output, lse[..., : q.shape[2]].contiguous(), backward)
+    padded = lse[..., : q.shape[2]].contiguous()
+    return Forward(output, padded, (q, k, v, output, lse, seed, offset), gradients)
 
 
 def _for_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Forward:
-    keys, values = _expand_heads(q, k), _expand_heads(q, v)
-    output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, 0.0, causal, scale=scale)
+    output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, _expand_heads(q, k), _expand_heads(q, v), 0.0, causal, scale=scale
+    )
 
-    def backward(dout: torch.Tensor) -> Gradients:
+    def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
+        q, k, v, *rest = saved
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, keys, values, output, lse, 0.0, causal, scale=scale
+            dout, q, _expand_heads(q, k), _expand_heads(q, v), *rest, 0.0, causal, scale=scale
         )
         return dq, _sum_heads(dk, k), _sum_heads(dv, v)
 
-    return Forward(output, lse.contiguous(), backward)
+    return Forward(output, lse.contiguous(), (q, k, v, output, lse), gradients)
+
+
+def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features) -> Forward:
+    output, lse = math_attention.forward(q, k, v, causal, scale, features)
+    gradients = functools.partial(math_attention.gradients, causal=causal, scale=scale, features=features)
+    return Forward(output, lse, (q, k, v, output, lse), gradients)
+
+
+def _flash_band(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int, right: int, bottom_right: bool, scale: float
+) -> Forward:
+    """FlashAttention with a window, which it aligns bottom-right."""
+    rows, keys, left, right = (
+        (q.shape[2], k.shape[2], left, right) if bottom_right else as_bottom_right(q.shape[2], k.shape[2], left, right)
+    )
+    # Its tensors are (B, S, H, D); with limits given, its `is_causal` only repeats that of the right one.
+    seen = [tensor[:, :, :length].transpose(1, 2) for tensor, length in ((q, rows), (k, keys), (v, keys))]
+    output, lse, state, unused, _ = _aten._flash_attention_forward(
+        *seen, None, None, rows, keys, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right
+    )
+
+    def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
+        q, k, v, output, lse, state, unused = saved
+        seen = [tensor[:, :, :length].transpose(1, 2) for tensor, length in ((q, rows), (k, keys), (v, keys))]
+        found = _aten._flash_attention_backward(
+            dout[:, :, :rows].transpose(1, 2),
+            *seen,
+            output,
+            lse,
+            None,
+            None,
+            rows,
+            keys,
+            0.0,
+            False,
+            state,
+            unused,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        dq, dk, dv = (
+            _padded(gradient.transpose(1, 2), tensor.shape[2], 0.0)
+            for gradient, tensor in zip(found, (q, k, v), strict=True)
+        )
+        return dq, dk, dv
+
+    whole = _padded(output.transpose(1, 2), q.shape[2], 0.0)
+    return Forward(
+        whole, _padded(lse, q.shape[2], math.inf).contiguous(), (q, k, v, output, lse, state, unused), gradients
+    )
+
+
+def as_bottom_right(seqlen_q: int, seqlen_kv: int, left: int, right: int) -> tuple[int, int, int, int]:
+    """A window that is aligned top-left, as one that is aligned bottom-right: of fewer rows and keys.
+
+    Queries past the last key's window see nothing, and keys past the last query's window are not seen: without them,
+    the two alignments differ by a shift of the limits that leaves none of them negative.
+
+    Args:
+        seqlen_q: Sq.
+        seqlen_kv: Skv.
+        left: Keys before the diagonal that are seen, or -1 for all.
+        right: Keys past it.
+
+    Returns:
+        The number of queries and of keys that count, and the limits.
+    """
+    keys = seqlen_kv if right == UNLIMITED else min(seqlen_kv, seqlen_q + right)
+    rows = seqlen_q if left == UNLIMITED else min(seqlen_q, keys + left)
+    diagonal = keys - rows
+    return (
+        rows,
+        keys,
+        UNLIMITED if left == UNLIMITED else left + diagonal,
+        UNLIMITED if right == UNLIMITED else right - diagonal,
+    )
+
+
+def _flash_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int, right: int, scale: float, features: Features
+) -> Forward:
+    """FlashAttention on packed sequences."""
+    sequences = features.sequences
+    assert sequences
+    sizes = (sequences.cu_seqlens_q, sequences.cu_seqlens_kv, sequences.seqlen_q, sequences.seqlen_kv)
+
+    def packed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[0].transpose(0, 1)
+
+    output, lse, state, unused, _ = _aten._flash_attention_forward(
+        packed(q),
+        packed(k),
+        packed(v),
+        *sizes,
+        0.0,
+        False,
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+
+    def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
+        q, k, v, output, lse, state, unused = saved
+        found = _aten._flash_attention_backward(
+            packed(dout),
+            packed(q),
+            packed(k),
+            packed(v),
+            output,
+            lse,
+            *sizes,
+            0.0,
+            False,
+            state,
+            unused,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        dq, dk, dv = (gradient.transpose(0, 1)[None] for gradient in found)
+        return dq, dk, dv
+
+    whole = output.transpose(0, 1)[None]
+    return Forward(whole, lse[None].contiguous(), (q, k, v, output, lse, state, unused), gradients)
+
+
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """PyTorch's deterministic mode, for the time of a ``with`` block."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=all(before))
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _padded(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:
+    """With more rows, of that value; (B, H, S) or (B, H, S, D)."""
+    missing = length - tensor.shape[2]
+    if not missing:
+        return tensor
+    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], missing, *tensor.shape[3:]), value)], 2)
 
 
 def _expand_heads(q: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,21 @@
 /* The C interface of a generated attention backward: fill bwdtune_arguments, call bwdtune_backward.
  *
  * With P = softmax(scale * q k^T + mask) and o = P v, it computes dq, dk and dv from q, k, v, o, dout and the
- * log-sum-exp of the forward pass. It allocates nothing and synchronises nothing: everything is enqueued on `stream`,
+ * log-sum-exp of the forward pass. With a cap, softcap * tanh(scale * q k^T / softcap) stands in the place of
+ * scale * q k^T. A query that sees no key has a gradient of zero and adds nothing. It allocates nothing and synchronises nothing: everything is enqueued on `stream`,
  * so it may be captured into a CUDA graph. */
 #ifndef BWDTUNE_INTERFACE_H
 #define BWDTUNE_INTERFACE_H
 
 #include <stdint.h>
 
-#define BWDTUNE_ABI_VERSION 1
+#define BWDTUNE_ABI_VERSION 2
+
+/* The keys that a query sees. Query i lies at key i; in a library with `bottom_right` at key i + seqlen_kv - seqlen_q of its
+ * sequence. */
+#define BWDTUNE_MASK_FULL 0   /* all */
+#define BWDTUNE_MASK_CAUSAL 1 /* those up to its own place */
+#define BWDTUNE_MASK_WINDOW 2 /* window_left keys before its own place to window_right keys past it */
 
 #if defined(_WIN32)
 #define BWDTUNE_EXPORT __declspec(dllexport)
@@ -36,30 +43,46 @@ typedef struct bwdtune_arguments {
   bwdtune_tensor dq;           /* written: as q */
   bwdtune_tensor dk, dv;       /* written: as k */
   const float* lse;            /* read: (batch, heads_q, seqlen_q), contiguous, natural logarithm */
-  int64_t batch;               /* sizes are at least 1 */
+  int64_t batch;               /* sizes are at least 1; with varlen: the number of sequences */
   int64_t heads_q;             /* a multiple of heads_kv */
   int64_t heads_kv;
-  int64_t seqlen_q;
+  int64_t seqlen_q;            /* with varlen: of the longest sequence; an upper bound will do */
   int64_t seqlen_kv;
   float scale;                 /* of q k^T in the softmax */
   int32_t device;              /* CUDA ordinal of the tensors; the caller's current device is left as it was */
   void* stream;                /* cudaStream_t of that device */
   void* workspace;             /* device memory, 16-byte aligned, of any content */
   int64_t workspace_bytes;     /* at least bwdtune_workspace_bytes() */
+  int64_t window_left;         /* read by BWDTUNE_MASK_WINDOW: keys, or -1 for all */
+  int64_t window_right;
+  const int32_t* cu_seqlens_q; /* read with varlen, as the next three. Device memory, batch + 1 values: where each sequence
+                                  begins in the rows of q, and one past the end of the last. The tensors are (1, heads,
+                                  positions, head_dim), and lse (heads_q, positions_q). A sequence may have no rows; rows
+                                  outside of all sequences get a dq of zero, and their dk and dv are left as they were */
+  const int32_t* cu_seqlens_kv;
+  int64_t positions_q;         /* rows of q in all */
+  int64_t positions_kv;        /* rows of k in all */
+  float softcap;               /* read with softcap; positive */
+  int32_t reserved;            /* 0 */
 } bwdtune_arguments;
 
 typedef struct bwdtune_info {
   int64_t struct_bytes;        /* sizeof(bwdtune_info), set by the caller */
   int32_t abi_version;         /* BWDTUNE_ABI_VERSION of the library */
   int32_t head_dim;
-  int32_t causal;              /* 1: query i sees keys 0..i; 0: every key */
+  int32_t mask;                /* BWDTUNE_MASK_... */
+  int32_t bottom_right;        /* 1: where the mask is aligned, see above */
+  int32_t softcap;             /* 1: scores are capped */
+  int32_t varlen;              /* 1: sequences of several lengths, see cu_seqlens_q */
+  int32_t deterministic;       /* 1: the same bits at each call; else dq's last ones may differ */
   int32_t threads;             /* of a block of the main kernel */
   int64_t shared_memory_bytes; /* of a block of the main kernel */
   const char* dtype;           /* "bf16" or "fp16": q, k, v, o, dout and the gradients */
   const char* config;          /* the tuned configuration's id */
 } bwdtune_info;
 
-/* Bytes of workspace for these sizes: fp32 dq and two floats a row. Negative: an error code. Reads the sizes alone. */
+/* Bytes of workspace for these sizes: fp32 dq and two floats a row, and a counter for each tile of queries where the library
+ * is deterministic. Negative: an error code. Reads the sizes alone. */
 BWDTUNE_EXPORT int64_t bwdtune_workspace_bytes(const bwdtune_arguments* arguments);
 
 /* Enqueues the backward. 0: enqueued; negative: refused before anything was launched; positive: a cudaError_t. */

@@ -64,6 +64,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x, within 1 ulp; subnormals are flushed to zero.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The value itself, which the compiler takes for a new one: what is computed from it is computed again.
 __device__ __forceinline__ uint32_t opaque(uint32_t value) {
   asm volatile("" : "+r"(value));
@@ -197,6 +204,19 @@ __device__ __forceinline__ uint32_t fetch_add_global(uint32_t* pointer, uint32_t
   uint32_t old;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(pointer), "r"(value) : "memory");
   return old;
+}
+
+// Returns once the word has that value. What was done before `release_global` is then visible.
+__device__ __forceinline__ void wait_for_global(const uint32_t* pointer, uint32_t value) {
+  uint32_t found;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(pointer) : "memory");
+  } while (found != value);
+}
+
+// Stores a value after all that this thread did, and knows of, is visible to the whole GPU.
+__device__ __forceinline__ void release_global(uint32_t* pointer, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
 // ---- mbarrier and TMA ----

@@ -75,8 +75,9 @@ struct Rows {
   uint16_t* data;
   int64_t stride;
 
-  Rows(const bwdtune_tensor& t, int64_t batch, int64_t head)
-      : data(static_cast<uint16_t*>(t.data) + batch * t.stride_batch + head * t.stride_head), stride(t.stride_seqlen) {}
+  Rows(const bwdtune_tensor& t, int64_t batch, int64_t head, int64_t first = 0)
+      : data(static_cast<uint16_t*>(t.data) + batch * t.stride_batch + head * t.stride_head + first * t.stride_seqlen),
+        stride(t.stride_seqlen) {}
   std::vector<float> load(int64_t rows) const {
     std::vector<float> values(rows * HEAD_DIM);
     for (int64_t i = 0; i < rows * HEAD_DIM; i++) values[i] = ::load(data[i / HEAD_DIM * stride + i % HEAD_DIM]);
@@ -85,10 +86,15 @@ struct Rows {
   void set(int64_t row, int column, float value) const { data[row * stride + column] = store(value); }
 };
 
-void head(const bwdtune_arguments& a, int64_t batch, int64_t head_kv) {
-  const int64_t group = a.heads_q / a.heads_kv, sq = a.seqlen_q, skv = a.seqlen_kv;
-  const Rows dk(a.dk, batch, head_kv), dv(a.dv, batch, head_kv);
-  const std::vector<float> k = Rows(a.k, batch, head_kv).load(skv), v = Rows(a.v, batch, head_kv).load(skv);
+void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv) {
+  const int64_t group = a.heads_q / a.heads_kv, batch = VARLEN ? 0 : sequence;
+  const int64_t first_q = VARLEN ? a.cu_seqlens_q[sequence] : 0, first_kv = VARLEN ? a.cu_seqlens_kv[sequence] : 0;
+  const int64_t sq = VARLEN ? a.cu_seqlens_q[sequence + 1] - first_q : a.seqlen_q;
+  const int64_t skv = VARLEN ? a.cu_seqlens_kv[sequence + 1] - first_kv : a.seqlen_kv;
+  const int64_t diagonal = BOTTOM_RIGHT ? skv - sq : 0, rows = VARLEN ? a.positions_q : sq;
+  const Rows dk(a.dk, batch, head_kv, first_kv), dv(a.dv, batch, head_kv, first_kv);
+  const std::vector<float> k = Rows(a.k, batch, head_kv, first_kv).load(skv);
+  const std::vector<float> v = Rows(a.v, batch, head_kv, first_kv).load(skv);
   std::vector<float> dk_sum(skv * HEAD_DIM), dv_sum(skv * HEAD_DIM), dq_row(HEAD_DIM);
   for (int64_t head_q = head_kv * group; head_q < (head_kv + 1) * group; head_q++) {
     bwdtune_tensor dout_layout = a.dout;
@@ -97,24 +103,31 @@ void head(const bwdtune_arguments& a, int64_t batch, int64_t head_kv) {
       dout_layout.stride_head = sq * HEAD_DIM;
       dout_layout.stride_batch = a.heads_q * sq * HEAD_DIM;
     }
-    const Rows dq(a.dq, batch, head_q);
-    const std::vector<float> q = Rows(a.q, batch, head_q).load(sq), o = Rows(a.o, batch, head_q).load(sq),
-                             dout = Rows(dout_layout, batch, head_q).load(sq), dq_before = dq.load(sq);
-    const float* lse = a.lse + (batch * a.heads_q + head_q) * sq;
+    const Rows dq(a.dq, batch, head_q, first_q);
+    const std::vector<float> q = Rows(a.q, batch, head_q, first_q).load(sq);
+    const std::vector<float> o = Rows(a.o, batch, head_q, first_q).load(sq), dq_before = dq.load(sq);
+    const std::vector<float> dout = Rows(dout_layout, batch, head_q, first_q).load(sq);
+    const float* lse = a.lse + (batch * a.heads_q + head_q) * rows + first_q;
     for (int64_t i = 0; i < sq; i++) {
       const float *q_row = &q[i * HEAD_DIM], *dout_row = &dout[i * HEAD_DIM];
       float delta = 0;
       for (int d = 0; d < HEAD_DIM; d++) delta += o[i * HEAD_DIM + d] * dout_row[d];
       std::fill(dq_row.begin(), dq_row.end(), 0.f);
-      const int64_t keys = CAUSAL ? std::min(i + 1 + (FAULT == OTHER_MASK), skv) : skv - (FAULT == OTHER_MASK);
-      for (int64_t j = 0; j < keys; j++) {
+      int64_t begin = 0, end = skv;
+      if (MASK == BWDTUNE_MASK_CAUSAL) end = std::min(i + diagonal + 1, skv);
+      if (MASK == BWDTUNE_MASK_WINDOW && a.window_right >= 0) end = std::min(i + diagonal + a.window_right + 1, skv);
+      if (MASK == BWDTUNE_MASK_WINDOW && a.window_left >= 0) begin = std::max<int64_t>(i + diagonal - a.window_left, 0);
+      if (FAULT == OTHER_MASK) end = MASK == BWDTUNE_MASK_CAUSAL ? std::min(end + 1, skv) : end - 1;
+      for (int64_t j = begin; j < end; j++) {
         const float *k_row = &k[j * HEAD_DIM], *v_row = &v[j * HEAD_DIM];
         float s = 0, dp = 0;
         for (int d = 0; d < HEAD_DIM; d++) {
           s += q_row[d] * k_row[d];
           dp += dout_row[d] * v_row[d];
         }
-        const float p = std::exp(a.scale * s - lse[i]), ds = p * (dp - delta) * a.scale;
+        const float capped = SOFTCAP ? std::tanh(a.scale * s / a.softcap) : 0;
+        const float p = std::exp((SOFTCAP ? a.softcap * capped : a.scale * s) - lse[i]);
+        const float ds = p * (dp - delta) * a.scale * (1 - capped * capped);
         const float ds_for_dq = FAULT == FORGETS_THE_SCALE ? ds / a.scale : ds;
         for (int d = 0; d < HEAD_DIM; d++) dq_row[d] += ds_for_dq * k_row[d];
         if (FAULT == ONE_QUERY_HEAD && head_q % group) continue;
@@ -146,7 +159,7 @@ extern "C" {
 int64_t bwdtune_workspace_bytes(const bwdtune_arguments* a) {
   if (a->struct_bytes != sizeof(bwdtune_arguments)) return -1;
   if (a->seqlen_q > 1 << 20) return -8;
-  return a->batch * a->heads_q * a->seqlen_q * (HEAD_DIM + 2) * 4;
+  return (VARLEN ? a->positions_q : a->batch * a->seqlen_q) * a->heads_q * (HEAD_DIM + 2) * 4;
 }
 
 int bwdtune_backward(const bwdtune_arguments* a) {
@@ -161,6 +174,9 @@ int bwdtune_backward(const bwdtune_arguments* a) {
   while (FAULT == ENDLESS) sleep(1);
   if (FAULT == ERROR_CODE) return 719;
   if (FAULT == CHANGES_AN_INPUT) static_cast<uint16_t*>(a->k.data)[0] ^= 0x8000;
+  for (int64_t head_q = 0; VARLEN && head_q < a->heads_q; head_q++)  // rows that are in no sequence too
+    for (int64_t i = 0; i < a->positions_q; i++)
+      for (int d = 0; d < HEAD_DIM; d++) Rows(a->dq, 0, head_q).set(i, d, 0);
   for (int64_t batch = 0; batch < a->batch; batch++)
     for (int64_t head_kv = 0; head_kv < a->heads_kv; head_kv++) head(*a, batch, head_kv);
   if (FAULT == READS_THE_WORKSPACE) {
@@ -184,7 +200,11 @@ int bwdtune_get_info(bwdtune_info* info) {
   if (info->struct_bytes != sizeof(bwdtune_info)) return -1;
   info->abi_version = ABI_VERSION;
   info->head_dim = HEAD_DIM;
-  info->causal = CAUSAL;
+  info->mask = MASK;
+  info->bottom_right = BOTTOM_RIGHT;
+  info->softcap = SOFTCAP;
+  info->varlen = VARLEN;
+  info->deterministic = DETERMINISTIC;
   info->threads = 128;
   info->shared_memory_bytes = 81920;
   info->dtype = BF16 ? "bf16" : "fp16";

@@ -8,6 +8,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from bwdtune.gen.problem import FLAGS, Problem
+
 _SOURCE = Path(__file__).parent / "stub_kernel.cpp"
 _HEADERS = Path(__file__).parent.parent / "templates"
 
@@ -17,23 +19,39 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="bwdtune-stub-")
 
 
+def stub_for(problem: Problem) -> Path:
+    """A right kernel for this kind of problem."""
+    flags = {flag: getattr(problem, flag) for flag in FLAGS}
+    return stub_library(dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.mask, **flags)
+
+
 @functools.cache
 def stub_library(
-    *, dtype: str = "bf16", head_dim: int = 64, causal: bool = False, fault: str = "NONE", abi_version: int = 1
+    *,
+    dtype: str = "bf16",
+    head_dim: int = 64,
+    causal: bool = False,
+    mask: str = "",
+    fault: str = "NONE",
+    abi_version: int = 2,
+    **flags: bool,
 ) -> Path:
     """A shared library of the kernels' interface, compiled once in a test run.
 
     Args:
         dtype: ``bf16`` or ``fp16``.
         head_dim: D.
-        causal: The mask.
+        causal: The mask, where `mask` does not name it.
+        mask: ``full``, ``causal`` or ``window``.
         fault: A name of `stub_kernel.cpp`.
         abi_version: What it says of itself.
+        **flags: Of `gen.problem.FLAGS`.
     """
     defines = {
         "BF16": int(dtype == "bf16"),
         "HEAD_DIM": head_dim,
-        "CAUSAL": int(causal),
+        "MASK": f"BWDTUNE_MASK_{(mask or ('causal' if causal else 'full')).upper()}",
+        **{flag.upper(): int(flags.get(flag, False)) for flag in FLAGS},
         "FAULT": fault,
         "ABI_VERSION": abi_version,
     }

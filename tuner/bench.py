@@ -83,7 +83,7 @@ class BenchReport:
             "date": self.date.isoformat(timespec="seconds"),
             "policy": self.policy,
             "shape": self.problem.shape,
-            "causal": self.problem.causal,
+            **self.problem.features,
             "dtype": self.problem.dtype,
             "limits": self.limits,
             "emulate": self.emulate,

@@ -51,7 +51,7 @@ class Check:
         """The JSON of ``tuner verify --json``."""
         return {
             "shape": self.problem.shape,
-            "causal": self.problem.causal,
+            **self.problem.features,
             "dtype": self.problem.dtype,
             "config": self.config.id,
             "arch": self.device.arch,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import sys
 import warnings
@@ -22,7 +23,7 @@ from ..gen.config import parse_config
 from ..gen.device import H200, HOST, HOST_ARCH, RTX_5090, Device, device_for_arch
 from ..gen.emulation import EMULATED
 from ..gen.errors import BwdtuneError, UsageError
-from ..gen.problem import Problem
+from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem
 from .options import DEFAULT_TRIALS, LIMITS, SearchOptions
 
 if TYPE_CHECKING:
@@ -46,8 +47,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ShapeOption = Annotated[str, typer.Option("--shape", help="B_H_S_D, or B_HQ_HKV_S_D for grouped queries.")]
-CausalOption = Annotated[bool, typer.Option("--causal", help="Query i sees the keys 0..i only.")]
+ShapeOption = Annotated[
+    str, typer.Option("--shape", help="B_H_S_D, or B_HQ_HKV_S_D for grouped queries; S may be SQxSKV.")
+]
+CausalOption = Annotated[bool, typer.Option("--causal", help="A query sees no key past its diagonal.")]
+WindowOption = Annotated[
+    str | None,
+    typer.Option("--window", help="LEFT,RIGHT: keys before and past its diagonal that a query sees; -1: all."),
+]
+AlignmentOption = Annotated[
+    str, typer.Option("--alignment", help="Of the diagonal where Sq and Skv differ: top-left or bottom-right.")
+]
+SoftcapOption = Annotated[bool, typer.Option("--softcap", help="Scores are capped: c * tanh(score / c).")]
+VarlenOption = Annotated[bool, typer.Option("--varlen", help="Packed sequences of several lengths, B of them up to S.")]
+DeterministicOption = Annotated[bool, typer.Option("--deterministic", help="Gradients are the same bits at each call.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bf16 or fp16.")]
 DatabaseOption = Annotated[
     str | None, typer.Option("--db", help="Database file or URL (default: BWDTUNE_DB, else in the user's data).")
@@ -91,6 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def search(
     shape: ShapeOption,
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     trials: Annotated[int, typer.Option("--trials", help="Candidates to decide.")] = DEFAULT_TRIALS,
     time: Annotated[float | None, typer.Option("--time", help="Begin no candidate after so many seconds.")] = None,
@@ -108,7 +126,7 @@ def search(
     Without a GPU, or for another card's --arch, candidates are generated, compiled and listed, and nothing is timed.
     With --emulate the best candidate is stored as the best emulated one, and wins nothing.
     """
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     options = SearchOptions(sampler=sampler, seed=seed, trials=trials, time_s=time, limits=limits, emulate=emulate)
     from ..db.store import Store
     from ..gen.build import build
@@ -164,6 +182,11 @@ def verify(
     shape: ShapeOption,
     config: Annotated[str, typer.Option("--config", help="v1, v2, v3, or a configuration's id.")],
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     arch: Annotated[str | None, typer.Option("--arch", help="host runs it on the CPU (default: the GPU's).")] = None,
     cache: CacheOption = None,
@@ -173,7 +196,8 @@ def verify(
     from ..runtime.gpu import current_device
     from .check import check
 
-    problem, chosen = Problem.parse(shape, dtype=dtype, causal=causal), parse_config(config)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
+    chosen = parse_config(config)
     device = HOST if arch == HOST_ARCH else current_device()
     if arch is not None and device_for_arch(arch).arch != device.arch:
         raise UsageError(f"the GPU here is {device.name} ({device.arch}): what is compiled for {arch} cannot run")
@@ -212,6 +236,11 @@ def list_(database: DatabaseOption = None, as_json: JsonOption = False) -> None:
 def show(
     shape: ShapeOption,
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     database: DatabaseOption = None,
     as_json: JsonOption = False,
@@ -220,7 +249,7 @@ def show(
     from ..db.store import Store
     from .history import history_tables, history_to_dict
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     with closing(Store.open(database, read_only=True)) as store:
         history = store.show(problem)
     nothing = f"nothing is stored of {problem.label}: `tuner search` finds something"
@@ -236,6 +265,11 @@ def bench(
     ] = None,
     direction: Annotated[str, typer.Option("--direction", help="Only backward is timed.")] = "backward",
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     limits: LimitsOption = None,
     emulate: EmulateOption = None,
@@ -251,7 +285,7 @@ def bench(
     from .bench import DEFAULT_EMULATED_KERNELS, DEFAULT_KERNELS, check_kernels
     from .bench import bench as race
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     names = kernels or (DEFAULT_EMULATED_KERNELS if emulate else DEFAULT_KERNELS)
     check_kernels(names, direction, limits, emulate)
     device = current_device()
@@ -280,6 +314,11 @@ def bench(
 def roofline(
     shape: ShapeOption,
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     arch: ArchOption = None,
     as_json: JsonOption = False,
@@ -288,7 +327,7 @@ def roofline(
     from .roofline import roofline as draw
     from .roofline import target_device
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     found = draw(problem, target_device(arch))
     _print(found.to_dict(), [found.table()], as_json)
 
@@ -298,6 +337,11 @@ def inspect(
     config: Annotated[str, typer.Option("--config", help="v1, v2, v3, or a configuration's id.")],
     shape: ShapeOption = _EXAMPLE_SHAPE,
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     arch: ArchOption = None,
     cache: CacheOption = None,
@@ -309,7 +353,7 @@ def inspect(
     from . import inspect as inspection
     from .roofline import target_device
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     found = inspection.inspect(problem, parse_config(config), target_device(arch), cache=cache)
     if source:
         print(found.variant.source.text)
@@ -325,6 +369,11 @@ def profile(
     shape: ShapeOption,
     kernel: Annotated[str, typer.Option("--kernel", help="v1, v2, v3, best, or a configuration's id.")],
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     limits: LimitsOption = None,
     database: DatabaseOption = None,
@@ -335,7 +384,7 @@ def profile(
     from ..runtime.gpu import current_device
     from .profile import profile as measure
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     chosen = None if kernel == "best" else parse_config(kernel)
     device = current_device()
     config = chosen or _stored_winner(problem, database, limits, device.arch).config
@@ -348,6 +397,11 @@ def export(
     output: Annotated[Path, typer.Option("-o", "--output", help="The directory to write.")],
     shape: ShapeOption = _EXAMPLE_SHAPE,
     causal: CausalOption = False,
+    window: WindowOption = None,
+    alignment: AlignmentOption = TOP_LEFT,
+    softcap: SoftcapOption = False,
+    varlen: VarlenOption = False,
+    deterministic: DeterministicOption = False,
     dtype: DtypeOption = "bf16",
     config: Annotated[
         str | None, typer.Option("--config", help="Export this one (default: the stored winner).")
@@ -360,7 +414,7 @@ def export(
     """Write a kernel as plain CUDA: source, header, CMake file, example and README."""
     from .export import export_config, export_winner
 
-    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     if config is not None:
         from .roofline import target_device
 
@@ -395,6 +449,38 @@ def ship(
     }
     _print(data, [shipped_table(written.rows), *written.left_out, f"written to {written.path}"], as_json)
     return 0
+
+
+def _problem(
+    shape: str,
+    dtype: str,
+    causal: bool,
+    window: str | None,
+    alignment: str,
+    softcap: bool,
+    varlen: bool,
+    deterministic: bool,
+) -> Problem:
+    """The problem that a command's options describe."""
+    left, right = UNLIMITED, UNLIMITED
+    if window is not None:
+        limits = re.fullmatch(r"(-1|\d+),(-1|\d+)", window, re.ASCII)
+        if not limits:
+            raise UsageError(f"malformed window {window!r}: write LEFT,RIGHT, such as 1024,0 or -1,128")
+        left, right = int(limits[1]), int(limits[2])
+    if alignment not in (TOP_LEFT, BOTTOM_RIGHT):
+        raise UsageError(f"unknown alignment {alignment!r}: use {TOP_LEFT} or {BOTTOM_RIGHT}")
+    return Problem.parse(
+        shape,
+        dtype=dtype,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        bottom_right=alignment == BOTTOM_RIGHT,
+        softcap=softcap,
+        varlen=varlen,
+        deterministic=deterministic,
+    )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -160,10 +161,16 @@ class _GpuBench:
     def _peer(self, name: str, problem: Problem, inputs: Inputs) -> Timed:
         if self._device.type != "cuda":
             raise KernelError("it runs on a GPU only")
-        forward = PEERS[name](inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
+        if inputs.features.plain:
+            forward = PEERS[name](inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
+        elif name == "fa" and not problem.softcap:
+            forward = inputs.forward
+        else:
+            raise KernelError(f"PyTorch's {name} has no {problem.features_label}")
 
         def run() -> None:
-            forward.backward(inputs.dout)
+            with torch_attention.deterministic_algorithms() if problem.deterministic else contextlib.nullcontext():
+                forward.backward(inputs.dout)
 
         run()
         torch.cuda.synchronize(self._device)
@@ -181,7 +188,7 @@ class _Arena:
     def timed(self, kernel: Kernel) -> Timed:
         problem, inputs = self._problem, self._inputs
         needed = kernel.workspace_bytes(
-            problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_kv
+            problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_kv, problem.positions
         )
         if self._workspace.numel() < needed:
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=inputs.q.device)
@@ -194,6 +201,7 @@ class _Arena:
             inputs.forward.lse,
             *self._outputs,
             scale=problem.softmax_scale,
+            features=inputs.features,
             workspace=self._workspace,
         )
         return Timed(launch, self.poison, launch.cycles if kernel.counts_cycles else None)

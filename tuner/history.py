@@ -21,7 +21,7 @@ def winner_to_dict(winner: Winner) -> dict[str, Any]:
     return {
         "origin": "stored",
         "shape": problem.shape,
-        "causal": problem.causal,
+        **problem.features,
         "dtype": problem.dtype,
         "limits": winner.limits,
         **_environment_to_dict(winner.environment),
@@ -57,7 +57,7 @@ def winners_table(winners: Sequence[Winner]) -> Table:
         table.add_row(
             winner.problem.shape,
             winner.problem.dtype,
-            "causal" if winner.problem.causal else "full",
+            winner.problem.features_label,
             winner.environment.gpu.name,
             winner.limits or "-",
             winner.config.id,
@@ -75,7 +75,7 @@ def best_to_dict(best: EmulatedBest) -> dict[str, Any]:
     return {
         "origin": "emulated",
         "shape": problem.shape,
-        "causal": problem.causal,
+        **problem.features,
         "dtype": problem.dtype,
         "emulate": best.target,
         **_environment_to_dict(best.environment),
@@ -107,7 +107,7 @@ def bests_table(bests: Sequence[EmulatedBest]) -> Table:
         table.add_row(
             best.problem.shape,
             best.problem.dtype,
-            "causal" if best.problem.causal else "full",
+            best.problem.features_label,
             best.target,
             best.environment.gpu.name,
             best.config.id,
@@ -125,7 +125,7 @@ def shipped_to_dict(shipped: Shipped) -> dict[str, Any]:
         "origin": "shipped",
         **_shipped_row(shipped),
         "shape": problem.shape,
-        "causal": problem.causal,
+        **problem.features,
         "dtype": problem.dtype,
         "config": shipped.config.id,
         "family": shipped.config.family,
@@ -146,7 +146,7 @@ def shipped_table(rows: Sequence[Shipped]) -> Table:
         table.add_row(
             row.problem.shape,
             row.problem.dtype,
-            "causal" if row.problem.causal else "full",
+            row.problem.features_label,
             row.gpu.name,
             row.config.id,
             row.origin,
@@ -162,7 +162,7 @@ def history_to_dict(history: ProblemHistory) -> dict[str, Any]:
     """The JSON of ``tuner show --json``."""
     return {
         "shape": history.problem.shape,
-        "causal": history.problem.causal,
+        **history.problem.features,
         "dtype": history.problem.dtype,
         "winners": [winner_to_dict(winner) for winner in history.winners],
         "measurements": [_measurement_to_dict(measurement) for measurement in history.measurements],

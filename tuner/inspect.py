@@ -58,7 +58,7 @@ class Inspection:
             "parameters": self.config.to_dict(),
             "dtype": self.problem.dtype,
             "head_dim": self.problem.head_dim,
-            "causal": self.problem.causal,
+            **self.problem.features,
             "device": self.device.name,
             "arch": self.device.arch,
             "nvcc": self.variant.toolchain,
@@ -79,8 +79,7 @@ class Inspection:
         from rich.table import Table
 
         name = preset_name(self.config) or self.config.id
-        mask = "causal" if self.problem.causal else "full"
-        kind = f"{self.problem.dtype}, head_dim {self.problem.head_dim}, {mask}"
+        kind = f"{self.problem.dtype}, head_dim {self.problem.head_dim}, {self.problem.kind_label}"
         table = Table(title=f"{name}, {kind}, {self.device.arch}")
         table.add_column("main kernel")
         table.add_column("compiled", justify="right")

@@ -174,7 +174,7 @@ class Profile:
             "config": self.config,
             "shape": self.problem.shape,
             "dtype": self.problem.dtype,
-            "causal": self.problem.causal,
+            **self.problem.features,
             "gpu": self.gpu,
             "arch": self.arch,
             "ncu": self.ncu,

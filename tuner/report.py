@@ -197,7 +197,7 @@ class SearchResult:
             "nvcc": self.environment.toolkit if self.environment else None,
             "arch": self.device.arch,
             "shape": self.problem.shape,
-            "causal": self.problem.causal,
+            **self.problem.features,
             "dtype": self.problem.dtype,
             "limits": self.limits,
             "emulate": self.emulate,

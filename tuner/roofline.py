@@ -19,9 +19,7 @@ class Roofline:
     """Lower bounds on the time of one attention backward.
 
     Attributes:
-        shape: As `Problem.shape` writes it.
-        dtype: Element type of the problem.
-        causal: Whether the causal half of the score matrix is left out.
+        problem: What is computed.
         device: The device's name.
         arch: Its compile target.
         flops: Operations of the five matrix products; a causal mask halves them.
@@ -35,9 +33,7 @@ class Roofline:
         bound_ms: The longer of both times: no kernel is faster.
     """
 
-    shape: str
-    dtype: str
-    causal: bool
+    problem: Problem
     device: str
     arch: str
     flops: int
@@ -52,14 +48,15 @@ class Roofline:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of ``tuner roofline --json``."""
-        return asdict(self)
+        values = asdict(self)
+        del values["problem"]
+        return {"shape": self.problem.shape, "dtype": self.problem.dtype, **self.problem.features, **values}
 
     def table(self) -> Table:
         """The write-up's table: work, peak and bound of compute and of memory."""
         from rich.table import Table
 
-        mask = "causal" if self.causal else "full"
-        table = Table(title=f"{self.shape} {self.dtype} {mask} on {self.device}: {self.bound}-bound")
+        table = Table(title=f"{self.problem.label} on {self.device}: {self.bound}-bound")
         table.add_column("")
         for heading in ("work", "peak", "bound"):
             table.add_column(heading, justify="right")
@@ -90,9 +87,7 @@ def roofline(problem: Problem, device: Device) -> Roofline:
     compute_ms = problem.flops / (device.peak_tflops * 1e12) * 1e3
     memory_ms = (problem.read_bytes + problem.write_bytes) / (device.bandwidth_tb_s * 1e12) * 1e3
     return Roofline(
-        shape=problem.shape,
-        dtype=problem.dtype,
-        causal=problem.causal,
+        problem=problem,
         device=device.name,
         arch=device.arch,
         flops=problem.flops,

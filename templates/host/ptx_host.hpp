@@ -2,6 +2,8 @@
 // does not pass is the caller's own: it is where diagnoses point to.
 #pragma once
 
+#include <time.h>
+
 #include "launch.hpp"
 
 // A kernel's parameter holds 64-byte aligned tensor maps; how GCC 4.5 passed those concerns nobody.
@@ -117,6 +119,11 @@ float2 unpack(uint32_t packed) {
 inline float exp2_approx(float x) {
   const float y = exp2f(fabsf(x) < 0x1p-126f ? 0.0f : x);
   return y < 0x1p-126f ? 0.0f : y;
+}
+
+inline float reciprocal_approx(float x) {
+  const float y = 1.0f / (fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x);
+  return fabsf(y) < 0x1p-126f ? copysignf(0.0f, y) : y;
 }
 
 inline uint32_t opaque(uint32_t value) { return value; }
@@ -270,10 +277,28 @@ inline void reduce_add_global(float* pointer, float4 value, int line = __builtin
   atomic_add(pointer + 3, value.w);
 }
 
-// The value before.
 inline uint32_t fetch_add_global(uint32_t* pointer, uint32_t value, int line = __builtin_LINE()) {
-  block().check_global(pointer, 4, 4, true, "atom.global.add", line);
+  block().check_global(pointer, 4, 4, true, "atom.global.add.u32", line);
   return __atomic_fetch_add(pointer, value, __ATOMIC_RELAXED);
+}
+
+// Blocks run to their end one after another on an OS thread: a word that waits for a later block would never change.
+inline void wait_for_global(const uint32_t* pointer, uint32_t value, int line = __builtin_LINE()) {
+  block().check_global(pointer, 4, 4, false, "ld.acquire.global.u32", line);
+  constexpr int PATIENCE_MS = 20000;
+  timespec pause = {0, 100000};
+  for (int waited = 0; __atomic_load_n(pointer, __ATOMIC_ACQUIRE) != value; waited++) {
+    if (waited > PATIENCE_MS * 10 || __atomic_load_n(&block().launch().faulted, __ATOMIC_ACQUIRE))
+      block().fault(*current_fiber, cudaErrorLaunchTimeout, line,
+                    "deadlock: waits for global address %p to be %u, which is %u", static_cast<const void*>(pointer), value,
+                    __atomic_load_n(pointer, __ATOMIC_RELAXED));
+    nanosleep(&pause, nullptr);
+  }
+}
+
+inline void release_global(uint32_t* pointer, uint32_t value, int line = __builtin_LINE()) {
+  block().check_global(pointer, 4, 4, true, "st.release.global.u32", line);
+  __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
 }
 
 // ---- mbarrier and TMA ----

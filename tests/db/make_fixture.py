@@ -30,12 +30,14 @@ def main() -> None:
     store = Store.open(path)
     environment = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.13.0")
     square = Problem.parse("8_16_4096_128", causal=True)
-    for problem in (square, replace(square, heads_kv=4, seqlen_kv=8192, dtype="fp16", causal=False)):
-        for time_ms, (name, config) in enumerate(PRESETS.items(), 4):
+    other = replace(square, heads_kv=4, seqlen_kv=8192, dtype="fp16", causal=False)
+    featured = replace(square, window_left=512, bottom_right=True, softcap=True, varlen=True, deterministic=True)
+    for problem in (square, other, featured):
+        for time_ms, name in enumerate(("v1", "v2", "v3"), 4):
             variant = store.record_variant(
                 problem,
                 VariantRecord(
-                    config, f"source of {name}", "templates", "sm_90a", "13.0.88", registers=168, threads=256
+                    PRESETS[name], f"source of {name}", "templates", "sm_90a", "13.0.88", registers=168, threads=256
                 ),
             )
             verification = store.record_verification(

@@ -31,6 +31,11 @@ OTHER_PROBLEMS = {
     "seqlen_kv": 8192,
     "head_dim": 64,
     "causal": False,
+    "window_left": 512,
+    "bottom_right": True,
+    "softcap": True,
+    "varlen": True,
+    "deterministic": True,
 }
 
 
@@ -85,7 +90,8 @@ def test_a_winner_is_of_its_card_and_limits_only(any_examples: Any, gpu: GpuKey,
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_best_wins_in_whatever_order_they_come(any_examples: Any, order: tuple[int, ...]) -> None:
     times = [4.0, 5.0, 6.0]
-    contenders = [any_examples.contender(config, time) for config, time in zip(PRESETS.values(), times, strict=True)]
+    configs = [PRESETS[name] for name in ("v1", "v2", "v3")]
+    contenders = [any_examples.contender(config, time) for config, time in zip(configs, times, strict=True)]
     won = [any_examples.propose(contenders[index]) for index in order]
 
     winner = any_examples.store.winner(any_examples.problem, any_examples.gpu)
@@ -209,7 +215,9 @@ def test_a_failed_verification_ends_a_win(any_examples: Any) -> None:
     assert math.isnan(rejected[1].max_error)
 
 
-@pytest.mark.parametrize("field", ["dtype", "head_dim", "causal"])
+@pytest.mark.parametrize(
+    "field", ["dtype", "head_dim", "causal", "window_left", "bottom_right", "softcap", "varlen", "deterministic"]
+)
 def test_a_variant_belongs_to_its_kind_of_problem(any_examples: Any, field: str) -> None:
     other = replace(any_examples.problem, **{field: OTHER_PROBLEMS[field]})
     variant = any_examples.variant()
@@ -380,6 +388,8 @@ def configs() -> st.SearchStrategy[Config]:
 def problems(draw: st.DrawFn) -> Problem:
     size = st.integers(1, 2**31 - 1)
     heads_kv = draw(st.integers(1, 2**15))
+    causal, limit = draw(st.booleans()), st.integers(-1, 2**31 - 1)
+    left, right = draw(limit), -1 if causal else draw(limit)
     return Problem(
         dtype=draw(st.sampled_from(list(ELEMENT_BYTES))),
         batch=draw(size),
@@ -388,7 +398,13 @@ def problems(draw: st.DrawFn) -> Problem:
         seqlen_q=draw(size),
         seqlen_kv=draw(size),
         head_dim=draw(size),
-        causal=draw(st.booleans()),
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        bottom_right=(causal or (left, right) != (-1, -1)) and draw(st.booleans()),
+        softcap=draw(st.booleans()),
+        varlen=draw(st.booleans()),
+        deterministic=draw(st.booleans()),
     )
 
 

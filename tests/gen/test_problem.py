@@ -48,6 +48,9 @@ def test_causal_pairs_are_the_triangle_but_for_half_the_diagonal(seqlen_q: int, 
         ("8_16_0_128", "seqlen_q is 0"),
         ("8_16_4294967296_128", "seqlen_q is 4294967296"),
         ("8_16_3_4096_128", "multiple of heads_kv"),
+        ("8_16_0_4096_128", "heads_kv is 0"),
+        ("8_16_4096x_128", "malformed shape"),
+        ("8_16_4096x0_128", "seqlen_kv is 0"),
     ],
 )
 def test_a_bad_shape_is_refused_in_one_line(shape: str, said: str) -> None:
@@ -55,6 +58,59 @@ def test_a_bad_shape_is_refused_in_one_line(shape: str, said: str) -> None:
         Problem.parse(shape)
     assert "\n" not in str(refused.value)
     assert refused.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"window_left": -2}, "window_left is -2"),
+        ({"causal": True, "window_right": 5}, "a causal mask shows no key past the diagonal"),
+        ({"bottom_right": True}, "a full mask has no diagonal"),
+    ],
+)
+def test_a_mask_that_is_a_contradiction_is_refused(fields: dict[str, int], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Problem.parse("8_16_4096_128", **fields)
+
+
+def test_one_mask_has_one_name() -> None:
+    assert Problem.parse("1_1_9_64", window_right=0) == Problem.parse("1_1_9_64", causal=True)
+    windows = [{"window_left": 5, "window_right": 0}, {"window_left": 5, "window_right": 0, "causal": True}]
+    assert {Problem.parse("1_1_9_64", **window) for window in windows} == {
+        Problem.parse("1_1_9_64", window_left=5, causal=True)
+    }
+
+
+def test_a_kind_is_all_but_sizes_and_limits() -> None:
+    one = Problem.parse("1_1_9x20_64", window_left=5, bottom_right=True, varlen=True)
+    assert one.kind == "bf16_d64_window_br_varlen"
+    assert Problem.parse("3_4_2_77_64", window_right=7, bottom_right=True, varlen=True).kind == one.kind
+    assert one.label == "1_1_9x20_64 bf16 window 5,-1 bottom-right varlen"
+
+
+@given(
+    lengths=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    window=st.tuples(st.integers(-1, 22), st.integers(-1, 22)),
+    aligned=st.booleans(),
+)
+def test_pairs_are_counted(lengths: tuple[int, int], window: tuple[int, int], aligned: bool) -> None:
+    left, right = window
+    masked = window != (-1, -1)
+    problem = Problem(
+        "bf16", 3, 1, 1, *lengths, 64, window_left=left, window_right=right, bottom_right=aligned and masked
+    )
+    low, high = problem.band(*lengths)
+    seen = sum(i + low <= j <= i + high for i in range(lengths[0]) for j in range(lengths[1]))
+    on_diagonal = sum(0 <= i + high < lengths[1] for i in range(lengths[0])) if problem.mask == "causal" else 0
+    assert problem.query_key_pairs == 3 * (seen - (on_diagonal + 1) // 2)
+
+
+def test_sequences_of_several_lengths_count_as_they_are() -> None:
+    problem = Problem.parse("4_2_100_64", varlen=True)
+    assert problem.lengths == ((25, 25), (50, 50), (75, 75), (100, 100))
+    assert problem.positions == (250, 250)
+    assert problem.flops == 5 * 2 * 2 * 64 * sum(length**2 for length, _ in problem.lengths)
+    assert problem.query_elements == 2 * 250 * 64
 
 
 def test_an_unknown_dtype_is_refused() -> None:

@@ -36,6 +36,25 @@ def test_dtype_head_dim_and_mask_change_the_code() -> None:
     assert len(set(texts)) == len(problems)
 
 
+def test_every_feature_changes_the_code() -> None:
+    features = [
+        {},
+        {"bottom_right": True},
+        {"window_left": 5},
+        {"softcap": True},
+        {"varlen": True},
+        {"deterministic": True},
+    ]
+    problems = [Problem.parse("8_16_4096_128", causal=True, **feature) for feature in features]
+    texts = [code(problem, PRESETS["v3"]).replace(problem.kind, "") for problem in problems]
+    assert all(a != b for a, b in itertools.combinations(texts, 2))
+
+
+def test_limits_of_windows_do_not_change_the_text() -> None:
+    texts = {render(Problem.parse("8_16_4096_128", window_left=left, causal=True), PRESETS["v3"]) for left in (1, 4096)}
+    assert len(texts) == 1
+
+
 def test_sizes_do_not_change_the_text() -> None:
     other = Problem("bf16", 1, 32, 8, 77, 1000, 128, causal=True)
     assert render(other, PRESETS["v3"]) == render(SEED, PRESETS["v3"])

@@ -106,11 +106,41 @@ def test_a_refusal_of_the_transposed_family_says_why(changes: dict[str, int], sa
     assert re.search(said, reason), reason
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 100, 272])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"window_left": 512}, "no window"),
+        ({"window_right": 7, "causal": False, "bottom_right": True}, "no window and no bottom-right"),
+        ({"bottom_right": True}, "no bottom-right"),
+        ({"softcap": True}, "no softcap"),
+        ({"varlen": True, "deterministic": True}, "no varlen and no deterministic"),
+        ({"head_dim": 40}, "head_dim 40|does not divide"),
+    ],
+)
+def test_what_only_the_mma_family_computes_is_refused_by_the_others(changes: dict[str, int], said: str) -> None:
+    problem = dataclasses.replace(SEED, **changes)
+    for config in PRESETS.values():
+        reason = refusal(problem, config, H200)
+        if config.family == "mma":
+            assert reason is None
+        else:
+            assert reason is not None
+            assert re.search(said, reason), reason
+
+
+@pytest.mark.parametrize("head_dim", [1, 20, 100, 264, 272])
 def test_a_head_dim_that_no_kernel_takes_is_named(head_dim: int) -> None:
     problem = Problem.parse(f"8_16_4096_{head_dim}")
-    with pytest.raises(UsageError, match=f"head_dim {head_dim}: the kernels take multiples of 16 up to 256"):
+    with pytest.raises(UsageError, match=f"head_dim {head_dim}: the kernels take multiples of 8 up to 256"):
         valid_configs(problem, H200)
+
+
+@pytest.mark.parametrize("device", [RTX_5090, H200], ids=lambda device: device.arch)
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim_has_a_space(device: Device, head_dim: int) -> None:
+    for features in ({}, {"deterministic": True}):
+        problem = Problem.parse(f"8_16_4096_{head_dim}", causal=True, **features)
+        assert any(refusal(problem, config, device) is None for config in all_configs())
 
 
 def test_the_order_of_the_space_is_fixed() -> None:

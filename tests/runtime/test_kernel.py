@@ -127,7 +127,7 @@ def test_empty_inputs_give_empty_or_zero_gradients(sizes: tuple[int, int, int, i
 
 def test_info() -> None:
     info = kernel("fp16", True).info
-    assert (info.dtype, info.head_dim, info.causal, info.config) == ("fp16", HEAD_DIM, True, "stub")
+    assert (info.dtype, info.head_dim, info.mask, info.config) == ("fp16", HEAD_DIM, "causal", "stub")
 
 
 def test_workspace_bytes() -> None:

@@ -6,7 +6,7 @@ import pytest
 from covering import covering_configs
 
 from bwdtune.gen.build import Variant, build
-from bwdtune.gen.config import PRESETS
+from bwdtune.gen.config import PRESETS, MmaConfig
 from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
@@ -37,7 +37,7 @@ def test_presets(device: Device) -> None:
         info = Kernel.load(variant.library).info
         needs = estimate(SEED, PRESETS[name])
         assert (info.threads, info.shared_memory_bytes) == (needs.threads, needs.shared_memory_bytes)
-        assert (info.dtype, info.head_dim, info.causal) == ("bf16", 128, True)
+        assert (info.dtype, info.head_dim, info.mask) == ("bf16", 128, "causal")
         assert info.config == PRESETS[name].id
         assert variant.resources.registers <= device.registers_per_sm // needs.threads
 
@@ -49,6 +49,25 @@ def test_v2_does_not_spill_on_a_5090(dtype: str, causal: bool) -> None:
     (variant,) = compiled(problem, (PRESETS["v2"],), RTX_5090)
     assert variant.resources
     assert variant.resources.spill_bytes == 0
+
+
+FEATURED = (
+    Problem.parse("8_16_4096_128", causal=True, deterministic=True),
+    Problem.parse("8_16_4096_128", window_left=1024, window_right=0, bottom_right=True),
+    Problem.parse("8_16_4096_128", causal=True, varlen=True),
+    Problem.parse("8_16_4096_72", dtype="fp16", causal=True, bottom_right=True, softcap=True),
+)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+@pytest.mark.parametrize("problem", FEATURED, ids=lambda problem: problem.kind)
+def test_features_do_not_spill(device: Device, problem: Problem) -> None:
+    config = MmaConfig(32, 64, 4, stages=2, v_in_registers=False, unroll_dq=False)
+    (variant,) = compiled(problem, (config,), device)
+    assert variant.resources
+    assert variant.library
+    assert variant.resources.spill_bytes == variant.resources.stack_bytes == 0
+    assert Kernel.load(variant.library).info.shared_memory_bytes == estimate(problem, config).shared_memory_bytes
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -10,7 +9,6 @@ import math
 import resource
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +22,9 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.gen.space import refusal, valid_configs
 from bwdtune.runtime import torch_attention
-from bwdtune.runtime.kernel import Kernel, Launch, backward
+from bwdtune.runtime.kernel import Kernel, backward
 from bwdtune.tuner.verify import Case, Verifier, head_reference, make_inputs
+from tests.checked_kernel import CheckedKernel
 
 VERIFIER = Verifier("cpu")
 KINDS = list(itertools.product(("bf16", "fp16"), (64, 128), (True, False)))
@@ -40,28 +39,6 @@ def _race_check_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def problem_of(dtype: str, head_dim: int, causal: bool, *, group: int = 2) -> Problem:
     """Any lengths: a kernel is not rendered for them, and `Verifier.verify` has its own."""
     return Problem(dtype, 1, 2 * group, 2, 256, 256, head_dim, causal)
-
-
-class CheckedKernel(Kernel):
-    """A kernel whose every access of global memory must lie within its tensors, and whose writes within its outputs."""
-
-    def prepare(self, *tensors: torch.Tensor, scale: float, workspace: torch.Tensor | None = None) -> Launch:
-        launch = super().prepare(*tensors, scale=scale, workspace=workspace)
-        *held, scratch = launch.tensors
-        written = {tensor.data_ptr() for tensor in (*tensors[-3:], scratch)}  # dq, dk, dv
-        library = ctypes.CDLL(str(self.path))
-
-        def call(arguments: Any) -> None:
-            for tensor in (*held, scratch):
-                extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-                place = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(extent * tensor.element_size())
-                assert library.bwdtune_host_register(*place, int(tensor.data_ptr() in written)) == 0
-            try:
-                launch.call(arguments)
-            finally:
-                library.bwdtune_host_clear()
-
-        return dataclasses.replace(launch, call=call)
 
 
 def load(source: Source) -> Kernel:
@@ -219,8 +196,11 @@ def test_scores_far_below_zero(preset: str, causal: bool) -> None:
 
 MUTATIONS: dict[str, tuple[str, str]] = {
     "the diagonal is masked": ("n * MMA_N + i > last_column", "n * MMA_N + i >= last_column"),
-    "tiles on the diagonal are not masked": ("kv_start + BLOCK_KV - 1 > query_start)", "kv_start > query_start)"),
-    "a query tile too few": ("CAUSAL ? kv_start / BLOCK_Q : 0", "CAUSAL ? kv_start / BLOCK_Q + 1 : 0"),
+    "tiles on the diagonal are not masked": (
+        "kv_start + BLOCK_KV - 1 > query_start + high",
+        "kv_start > query_start + high",
+    ),
+    "a query tile too few": ("return kv_start / BLOCK_Q;", "return kv_start / BLOCK_Q + 1;"),
     "the first query head again": ("place = {place.head + 1, first_place.start}", "place = first_place"),
     "another row's statistics": ("lane_row + half * 8;\n      statistics", "lane_row + half * 4;\n      statistics"),
     "delta with the wrong sign": ("+ i] - statistics[half].y)", "+ i] + statistics[half].y)"),
@@ -247,11 +227,11 @@ MUTATIONS: dict[str, tuple[str, str]] = {
         "(first_row + query_start + query_row + lane_row) * HEAD_DIM",
         "(first_row + query_start + lane_row) * HEAD_DIM",
     ),
-    "dK past the end": ("if (key < arguments.seqlen_kv) {", "if (key < arguments.seqlen_kv + 1) {"),
+    "dK past the end": ("if (key < mask.seqlen_kv) {", "if (key < mask.seqlen_kv + 1) {"),
     "dQ past the end": ("if (rows_left > half * 8)", "if (rows_left > -16)"),
     "batch and head swapped": (
-        "column, kv_start, kv_head, batch, kv_barrier",
-        "column, kv_start, batch, kv_head, kv_barrier",
+        "column, first_key + kv_start, kv_head, batch, kv_barrier",
+        "column, first_key + kv_start, batch, kv_head, kv_barrier",
     ),
     "dK without the scale": ("dk_pair[0] * arguments.scale", "dk_pair[0]"),
     "two keys change places": (
@@ -280,13 +260,35 @@ TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
     "the diagonal masked, transposed": ("t128", "first_distance > query_of(n)", "first_distance >= query_of(n)"),
     "P read in another type": ("t128", "ptx::unpack<HeldP>(pairs[j])", "ptx::unpack<Element>(pairs[j])"),
     "P left scaled": ("t128", "dv[m][n + 1], P_UNIT, lane", "dv[m][n + 1], 1.0f, lane"),
-    "delta added": ("t64", "arguments.minus_delta + place.row, -delta", "arguments.minus_delta + place.row, delta"),
+    "delta added": ("t64", "isinf(lse) ? 0.0f : -delta", "isinf(lse) ? 0.0f : delta"),
     "one group's heads again": ("t64", "group * HEAD_GROUP + in_group % group_heads", "group * HEAD_GROUP"),
     "dQ of another row block": ("t128", "+ dq_row_warp * MMA_M * HEAD_DIM", ""),
     "halves of a block swapped": ("t64", "lane / 4 + lane % 4 / 2 * 8", "lane / 4 + (1 - lane % 4 / 2) * 8"),
     "dK past the end, transposed": ("t64", "if (key < arguments.seqlen_kv) {", "if (key < arguments.seqlen_kv + 1) {"),
 }
 MUTATED_PROBLEM = problem_of("bf16", 64, True)
+
+FEATURE_MUTATIONS: dict[str, tuple[str, str]] = {
+    "the window's left edge is one too far": ("diagonal - window_left,", "diagonal - window_left - 1,"),
+    "the window's right edge is one too near": ("diagonal + window_right}", "diagonal + window_right - 1}"),
+    "tiles on the left edge are not masked": (" || kv_start < query_start + BLOCK_Q - 1 + low", ""),
+    "the last query tile of a window is left out": ("last_row / BLOCK_Q + 1)", "last_row / BLOCK_Q)"),
+    "the diagonal begins at the first query": ("int diagonal = seqlen_kv - seqlen_q", "int diagonal = 0"),
+    "every sequence has the first one's keys": ("+ sequence);\n  const Mask", "+ 0);\n  const Mask"),
+    "every sequence has the first one's rows": ("arguments.positions_q + first_query;", "arguments.positions_q;"),
+    "the cap has no slope": ("(1.0f - capped * capped)", "1.0f"),
+    "a cap of another base": ("arguments.softcap * LOG2_E", "arguments.softcap"),
+}
+FEATURED_PROBLEM = dataclasses.replace(
+    MUTATED_PROBLEM,
+    causal=False,
+    window_left=70,
+    window_right=37,
+    bottom_right=True,
+    softcap=True,
+    varlen=True,
+    deterministic=True,
+)
 
 
 def mutated(name: str, old: str, new: str, preset: str = "v3", problem: Problem = MUTATED_PROBLEM) -> Source:
@@ -298,13 +300,15 @@ def mutated(name: str, old: str, new: str, preset: str = "v3", problem: Problem 
 @functools.cache
 def mutated_sources() -> dict[str, Source]:
     transposed = {name: mutated(name, old, new, preset) for name, (preset, old, new) in TRANSPOSED_MUTATIONS.items()}
-    return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed
+    featured = {name: mutated(name, *change, problem=FEATURED_PROBLEM) for name, change in FEATURE_MUTATIONS.items()}
+    return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed | featured
 
 
-@pytest.mark.parametrize("name", [*MUTATIONS, *TRANSPOSED_MUTATIONS])
+@pytest.mark.parametrize("name", [*MUTATIONS, *TRANSPOSED_MUTATIONS, *FEATURE_MUTATIONS])
 def test_a_fault_in_the_kernel_is_caught(name: str) -> None:
     build_all(list(mutated_sources().values()))
-    record = VERIFIER.verify(MUTATED_PROBLEM, load(mutated_sources()[name]))
+    problem = FEATURED_PROBLEM if name in FEATURE_MUTATIONS else MUTATED_PROBLEM
+    record = VERIFIER.verify(problem, load(mutated_sources()[name]))
     assert not record.passed
 
 
@@ -320,7 +324,7 @@ def test_keys_past_the_end_are_caught() -> None:
     """They are zeros, which do no harm until exp(0 - lse) overflows."""
     problem = dataclasses.replace(MUTATED_PROBLEM, seqlen_q=150, seqlen_kv=101)
     for source in (
-        mutated("keys past the end", "? min(row, arguments.seqlen_kv - 1)", "? row"),
+        mutated("keys past the end", "return min(row + high, seqlen_kv - 1)", "return row + high"),
         mutated("keys past the end", "if (m * MMA_M + j / 2 * 8 > last_key)", "if (false)", "t128"),
     ):
         assert max(errors_far_below_zero(problem, load(source)).values()) == math.inf

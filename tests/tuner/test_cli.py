@@ -83,6 +83,11 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> str:
         (["roofline", "--shape", "8_16_4096_128", "--arch", "tpu"], 2, "tpu"),
         (["inspect", "--config", "v2", "--arch", "sm_10"], 2, "sm_10"),
         (["show", "--shape", "8-16-4096-128"], 2, "8-16-4096-128"),
+        (["show", "--shape", "8_16_4096_128", "--window", "512"], 2, "malformed window '512'"),
+        (["show", "--shape", "8_16_4096_128", "--window", "512,-2"], 2, "malformed window '512,-2'"),
+        (["show", "--shape", "8_16_4096_128", "--causal", "--window", "9,9"], 2, "window_right is 9"),
+        (["show", "--shape", "8_16_4096_128", "--causal", "--alignment", "left"], 2, "unknown alignment 'left'"),
+        (["show", "--shape", "8_16_4096_128", "--alignment", "bottom-right"], 2, "no diagonal"),
         (["export", "--config", "v3", "--arch", "sm_120a"], 2, "--output"),
         (["nonsense"], 2, "nonsense"),
     ],
@@ -94,6 +99,23 @@ def test_bad_input_is_one_line(
     assert main([*arguments, *(["--db", str(database)] if takes_database else [])]) == status
     assert names in complaint(capsys)
     assert not database.exists(), "nothing was begun"
+
+
+def test_the_options_of_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--window", "512,0", "--alignment", "bottom-right", "--softcap", "--varlen", "--deterministic"]
+    assert main(["roofline", "--shape", "2_4_2_1000x3000_72", "--arch", "sm_90a", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = {
+        "shape": "2_4_2_1000x3000_72",
+        "causal": True,
+        "window_left": 512,
+        "window_right": -1,
+        "bottom_right": True,
+        "softcap": True,
+        "varlen": True,
+        "deterministic": True,
+    }
+    assert {name: found[name] for name in expected} == expected
 
 
 @pytest.fixture(scope="session")

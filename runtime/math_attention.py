@@ -1,0 +1,128 @@
+"""Attention in PyTorch's elementary operations: for what none of its fused kernels takes.
+
+A block of rows of the score matrix at a time in fp32, so memory stays bounded, but all of it: tens of times slower than
+a fused kernel. What multiplies the rounded inputs is rounded like them, as tensor cores would have it, so that the
+errors are a fused kernel's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from ..gen.problem import band
+from .features import Features
+
+_BLOCK_ELEMENTS = 2**25  # of the score matrix, over all heads
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp; of a row that sees no key, 0 and -inf.
+
+    Args:
+        q: (B, Hq, Sq, D), of any floating dtype and on any device.
+        k: (B, Hkv, Skv, D); Hkv divides Hq.
+        v: (B, Hkv, Skv, D).
+        causal: Whether a query sees no key past its diagonal.
+        scale: The softmax scale.
+        features: The rest.
+
+    Returns:
+        (B, Hq, Sq, D) as q, and (B, Hq, Sq) in fp32 (fp64 for fp64).
+    """
+    wide = _wide(q)
+    output = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
+    for block in _blocks(q, k, causal, features):
+        s, _ = block.scores(q, k, scale, features.softcap)
+        block_lse = s.logsumexp(-1)
+        p = _probabilities(s, block_lse)
+        output[:, :, block.rows] = (p @ block.keys_of(v)).flatten(1, 2).to(q.dtype)
+        lse[:, :, block.rows] = block_lse.flatten(1, 2)
+    return output, lse
+
+
+def gradients(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+    features: Features,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv, of a forward that gave `output` and `lse`. See `forward` for the other arguments."""
+    wide = _wide(q)
+    dq = torch.zeros_like(q)
+    dk, dv = (torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in (k, v))
+    for block in _blocks(q, k, causal, features):
+        s, derivative = block.scores(q, k, scale, features.softcap)
+        queries, grads, outputs = (block.rows_of(tensor) for tensor in (q, dout, output))
+        p = _probabilities(s, block.by_group(lse[:, :, block.rows]))
+        ds = p * (grads @ block.keys_of(v).mT - (grads * outputs).sum(-1, keepdim=True))
+        if derivative is not None:
+            ds = ds * derivative
+        p, ds = (tensor.to(q.dtype).to(wide) for tensor in (p, ds))
+        dq[:, :, block.rows] = (ds @ block.keys_of(k) * scale).flatten(1, 2).to(q.dtype)
+        dk[:, :, block.keys] += (ds.mT @ queries).sum(2) * scale
+        dv[:, :, block.keys] += (p.mT @ grads).sum(2)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+class _Block:
+    """Some rows of q of one sequence (or of each of a batch), and the keys of that sequence."""
+
+    def __init__(self, rows: slice, first_row: int, keys: slice, limits: tuple[int, int], heads_kv: int) -> None:
+        self.rows, self.keys = rows, keys
+        self._first_row, self._band, self._heads_kv = first_row, limits, heads_kv
+
+    def by_group(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(B, Hq, ...) as (B, Hkv, Hq / Hkv, ...)."""
+        return tensor.unflatten(1, (self._heads_kv, -1))
+
+    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.by_group(tensor[:, :, self.rows].to(_wide(tensor)))
+
+    def keys_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:, :, None, self.keys].to(_wide(tensor))
+
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The masked scores (B, Hkv, Hq / Hkv, rows, keys), and where they are capped the cap's derivative."""
+        s, derivative = self.rows_of(q) @ self.keys_of(k).mT * scale, None
+        if softcap:
+            capped = torch.tanh(s / softcap)
+            s, derivative = capped * softcap, 1 - capped.square()
+        low, high = self._band
+        rows = self._first_row + torch.arange(s.shape[-2], device=q.device)[:, None]
+        keys = torch.arange(s.shape[-1], device=q.device)
+        return s.masked_fill((keys < rows + low) | (keys > rows + high), -math.inf), derivative
+
+
+def _blocks(q: torch.Tensor, k: torch.Tensor, causal: bool, features: Features) -> Iterator[_Block]:
+    whole = [(slice(0, q.shape[2]), slice(0, k.shape[2]))]
+    for rows, keys in features.sequences.slices() if features.sequences else whole:
+        seqlen_q, seqlen_kv = rows.stop - rows.start, keys.stop - keys.start
+        if not seqlen_kv:
+            continue
+        limits = band(seqlen_q, seqlen_kv, *features.limits(causal), features.bottom_right)
+        size = max(1, _BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * seqlen_kv))
+        for first in range(0, seqlen_q, size):
+            block = slice(rows.start + first, rows.start + min(first + size, seqlen_q))
+            yield _Block(block, first, keys, limits, k.shape[1])
+
+
+def _probabilities(s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(s - lse), and 0 in a row that sees no key."""
+    return torch.exp(s - torch.where(lse.isinf(), math.inf, lse)[..., None])
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

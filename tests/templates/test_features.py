@@ -1,0 +1,113 @@
+"""Kernels with every feature: a sample of the matrix on the host target, all of it on the GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from bwdtune.gen.build import build
+from bwdtune.gen.config import PRESETS, Config, MmaConfig
+from bwdtune.gen.device import HOST, Device
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render
+from bwdtune.runtime.gpu import current_device
+from bwdtune.runtime.kernel import Kernel, backward
+from bwdtune.tuner.verify import Case, Verifier, make_inputs
+from tests import feature_matrix
+from tests.checked_kernel import CheckedKernel
+from tests.feature_matrix import HEAD_DIMS, MASKS, matrix
+
+MATRIX = matrix()
+
+
+def wrong(kernels: Sequence[feature_matrix.Kernel], verifier: Verifier, device: Device) -> list[str]:
+    """What the kernels compute wrong."""
+    sources = [render(kernel.problem, kernel.config(device)) for kernel in kernels]
+    faults = []
+    for kernel, variant in zip(kernels, build(sources, device.arch), strict=True):
+        assert variant.library, variant.error
+        load = CheckedKernel.load if device is HOST else Kernel.load
+        record = verifier.verify_on(kernel.cases, load(variant.library))
+        if not record.passed:
+            faults.append(f"{variant.source.name}: {record.reason}")
+    return faults
+
+
+def test_the_matrix_has_every_mask_with_every_feature_and_thousands_of_cases() -> None:
+    assert sum(len(kernel.cases) for kernel in MATRIX) >= 2000
+    assert len({kernel.problem.kind for kernel in MATRIX}) == len(MATRIX)
+    assert all(case.problem.kind == kernel.problem.kind for kernel in MATRIX for case in kernel.cases)
+    assert {kernel.problem.head_dim for kernel in MATRIX} >= {32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}
+
+
+# A stride that is prime to the numbers of masks and of features walks through all of both.
+@pytest.mark.parametrize("kernel", MATRIX[::11], ids=lambda kernel: kernel.problem.kind)
+def test_a_sample_on_the_host(kernel: feature_matrix.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BWDTUNE_HOST_RACECHECK", "1")
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", "2")
+    small = tuple(case for case in kernel.cases if sum(case.positions) <= 400)
+    assert not wrong([feature_matrix.Kernel(kernel.problem, small[:5])], Verifier("cpu"), HOST)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_all_of_it_on_the_gpu(head_dim: int) -> None:
+    kernels = [kernel for kernel in MATRIX if kernel.problem.head_dim == head_dim]
+    assert not wrong(kernels, Verifier("cuda"), current_device())
+
+
+WINDOW = {"window_left": 200, "window_right": 100}
+DETERMINISTIC = [
+    Problem("bf16", 4, 8, 4, 1500, 1300, 64, **{**mask, **(WINDOW if "window_left" in mask else {})}, **packed)
+    for mask in MASKS
+    for packed in ({"deterministic": True}, {"deterministic": True, "varlen": True})
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", DETERMINISTIC, ids=lambda problem: problem.kind)
+def test_the_same_bits_fifty_times(problem: Problem) -> None:
+    """Many more blocks than fit at a time, next to other work on another stream, so that their order varies."""
+    device = current_device()
+    config = feature_matrix.Kernel(problem, ()).config(device)
+    (variant,) = build([render(problem, config)], device.arch)
+    assert variant.library, variant.error
+    kernel, case = Kernel.load(variant.library), Case(problem, "normal")
+    inputs = make_inputs(case, torch.device("cuda"))
+    forward = inputs.forward
+    tensors = (inputs.q, inputs.k, inputs.v, forward.output, inputs.dout, forward.lse)
+    noise, stream = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    first = backward(kernel, *tensors, case.scale, inputs.features)
+    for _ in range(50):
+        with torch.cuda.stream(stream):
+            torch.mm(noise, noise)
+        again = backward(kernel, *tensors, case.scale, inputs.features)
+        for a, b in zip(first, again, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_what_lies_behind_a_sequence_does_not_matter() -> None:
+    """Its last tile holds rows of the next one: not a number times nothing must be nothing."""
+    problem = Problem("bf16", 2, 2, 1, 100, 100, 64, causal=True, varlen=True)
+    for config in (PRESETS["v3"], MmaConfig(64, 64, 2, k_in_registers=False, v_in_registers=False, swizzle=0)):
+        kernel = Kernel.load(library_of(problem, config))
+        case = Case(problem, "normal", lengths=((100, 70), (50, 100)))
+        inputs = make_inputs(case, torch.device("cpu"))
+        tensors = [inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse]
+        expected = backward(kernel, *tensors, case.scale, inputs.features)
+        inputs.q[:, :, 100:] = inputs.dout[:, :, 100:] = math.nan
+        inputs.k[:, :, 70:] = inputs.v[:, :, 70:] = math.nan
+        found = backward(kernel, *tensors, case.scale, inputs.features)
+        for name, ours, theirs in zip(("dq", "dk", "dv"), found, expected, strict=True):
+            end = 100 if name == "dq" else 70
+            assert torch.equal(ours[:, :, :end], theirs[:, :, :end])
+
+
+def library_of(problem: Problem, config: Config) -> Path:
+    (variant,) = build([render(problem, config)], HOST.arch)
+    assert variant.library, variant.error
+    return variant.library

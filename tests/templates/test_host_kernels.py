@@ -227,7 +227,7 @@ MUTATIONS: dict[str, tuple[str, str]] = {
         "(first_row + query_start + query_row + lane_row) * HEAD_DIM",
         "(first_row + query_start + lane_row) * HEAD_DIM",
     ),
-    "dK past the end": ("if (key < mask.seqlen_kv) {", "if (key < mask.seqlen_kv + 1) {"),
+    "dK past the end": ("if (key < arguments.seqlen_kv) {", "if (key < arguments.seqlen_kv + 1) {"),
     "dQ past the end": ("if (rows_left > half * 8)", "if (rows_left > -16)"),
     "batch and head swapped": (
         "column, first_key + kv_start, kv_head, batch, kv_barrier",
@@ -274,7 +274,7 @@ FEATURE_MUTATIONS: dict[str, tuple[str, str]] = {
     "tiles on the left edge are not masked": (" || kv_start < query_start + BLOCK_Q - 1 + low", ""),
     "the last query tile of a window is left out": ("last_row / BLOCK_Q + 1)", "last_row / BLOCK_Q)"),
     "the diagonal begins at the first query": ("int diagonal = seqlen_kv - seqlen_q", "int diagonal = 0"),
-    "every sequence has the first one's keys": ("+ sequence);\n  const Mask", "+ 0);\n  const Mask"),
+    "every sequence has the first one's keys": ("+ sequence);\n  const int seqlen_q", "+ 0);\n  const int seqlen_q"),
     "every sequence has the first one's rows": ("arguments.positions_q + first_query;", "arguments.positions_q;"),
     "the cap has no slope": ("(1.0f - capped * capped)", "1.0f"),
     "a cap of another base": ("arguments.softcap * LOG2_E", "arguments.softcap"),

@@ -183,11 +183,11 @@ def _upgrade(url: sa.URL) -> None:
             command.upgrade(config, "head")
             if path and (broken := connection.exec_driver_sql("PRAGMA foreign_key_check").first()):
                 raise CorruptDatabase(str(path), f"a row of {broken[0]} refers to a missing row of {broken[2]}")
-    except (sa.exc.IntegrityError, sa.exc.ProgrammingError):
+    except (sa.exc.IntegrityError, sa.exc.ProgrammingError) as error:
         # On a server, two that make the same tables at once: the second fails, and then finds them made.
         with engine.connect() as connection:
             if _schema_of(connection, url) != models.SCHEMA:
-                raise
+                raise DatabaseUnavailable(connect.describe(url), str(error.orig)) from error
     finally:
         engine.dispose()
 

@@ -45,19 +45,6 @@ from .records import (
 if TYPE_CHECKING:
     import optuna
 
-__all__ = [
-    "DatabaseError",
-    "Environment",
-    "GpuKey",
-    "MeasurementRecord",
-    "ProblemHistory",
-    "Store",
-    "StoredMeasurement",
-    "VariantRecord",
-    "VerificationRecord",
-    "Winner",
-]
-
 _ATTEMPTS = 3
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -257,8 +244,9 @@ class Store:
 
         The present winner counts with its newest measurement under the challenger's conditions: policy, toolkit and
         templates. A race that includes it and stores its time thus decides between them. Where it has none, the two
-        cannot be compared, and the challenger wins, which can be built and timed today; but not if its search was
-        interrupted and that of the present one was not.
+        cannot be compared, and the challenger wins, which can be built and timed today. One of an interrupted search
+        does not replace that of a whole one so easily, unless the templates have changed: then nobody can use the
+        present winner any more.
 
         Args:
             problem: The problem.
@@ -465,9 +453,9 @@ def _beats(session: Session, challenger: MeasurementRow, partial: bool, present:
         rows.config_of(configuration)
     except InvalidRecord:
         return True  # no lookup would hand it out
-    not_less_thorough = present.partial or not partial
+    yields = present.partial or not partial or its.template_hash != mine.template_hash
     if mine.configuration_id == its.configuration_id:
-        return not_less_thorough and challenger.id >= present.measurement_id  # the same one, with its newest time
+        return yields and challenger.id >= present.measurement_id  # the same one, with its newest time
     time_ms = session.scalars(
         sa.select(MeasurementRow.median_ms)
         .join(VariantRow, VariantRow.id == MeasurementRow.variant_id)
@@ -488,4 +476,4 @@ def _beats(session: Session, challenger: MeasurementRow, partial: bool, present:
         .order_by(MeasurementRow.id.desc())
         .limit(1)
     ).first()
-    return not_less_thorough if time_ms is None else challenger.median_ms < time_ms
+    return yields if time_ms is None else challenger.median_ms < time_ms

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..gen.errors import UsageError
 from ..gen.problem import Problem
@@ -65,7 +67,10 @@ def attention(
                 q, k, v, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, kernel
             )
             return output
-    return _pytorch(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    # Of an empty batch, PyTorch's fused kernels may make no tensor at all.
+    empty = not torch.compiler.is_compiling() and not (q.numel() and k.numel())
+    with sdpa_kernel(SDPBackend.MATH) if empty else contextlib.nullcontext():
+        return _pytorch(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 class _Attention(torch.autograd.Function):

@@ -9,6 +9,8 @@ import torch
 
 _aten = torch.ops.aten
 
+_LARGEST_GRID = 65_535  # of CUDA's y and z, which PyTorch's kernels count batches and heads in
+
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -39,9 +41,29 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sca
     """
     if not q.is_cuda:
         return _for_cpu(q, k, v, causal, scale)
+    for dim in (0, 1):
+        if q.shape[dim] > _LARGEST_GRID:
+            return _in_parts(q, k, v, causal, scale, dim)
     if causal and q.shape[2] != k.shape[2]:
         return _efficient(q, k, v, causal, scale)
     return flash(q, k, v, causal, scale)
+
+
+def _in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, dim: int) -> Forward:
+    """`forward`, with the batch or the heads in parts that PyTorch's kernels take."""
+    parts = -(-q.shape[dim] // _LARGEST_GRID)
+    size = -(-k.shape[dim] // parts)
+    group = q.shape[dim] // k.shape[dim]
+    rows = q.split(size * group, dim)
+    results = [forward(*part, causal, scale) for part in zip(rows, k.split(size, dim), v.split(size, dim), strict=True)]
+
+    def backward(dout: torch.Tensor) -> Gradients:
+        found = [result.backward(part) for result, part in zip(results, dout.split(size * group, dim), strict=True)]
+        dq, dk, dv = (torch.cat(gradients, dim) for gradients in zip(*found, strict=True))
+        return dq, dk, dv
+
+    output = torch.cat([result.output for result in results], dim)
+    return Forward(output, torch.cat([result.lse for result in results], dim), backward)
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Forward:

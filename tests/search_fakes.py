@@ -21,7 +21,7 @@ from bwdtune.gen.device import H200
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
 from bwdtune.tuner.options import SearchOptions
-from bwdtune.tuner.report import SearchResult, Status
+from bwdtune.tuner.report import Progress, SearchResult, Status
 from bwdtune.tuner.search import search
 from bwdtune.tuner.timing import Policy, Timing, Timings
 from bwdtune.tuner.worker import CandidateError
@@ -166,7 +166,7 @@ def run_search(
     builder: FakeBuilder | None = None,
     bench: FakeBench | None = None,
     environment: Environment | None = ENVIRONMENT,
-    progress: Told | None = None,
+    progress: Progress | None = None,
     measured: bool = True,
     **options,
 ) -> SearchResult:

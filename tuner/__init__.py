@@ -1,1 +1,1 @@
-
+"""The search, and the command line over everything."""

@@ -41,7 +41,6 @@ _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.
 app = typer.Typer(
     name="tuner",
     help="Generates, checks, times and keeps CUDA attention-backward kernels.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -67,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 for a failure, 2 for wrong use, 130 for an interrupt."""
     warnings.showwarning = _show_warning
     try:
-        status = app(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        status = app(args=given or ["--help"], standalone_mode=False)
     except BwdtuneError as error:
         return _complain(str(error), error.exit_status)
     except _ClickException as error:
@@ -116,7 +116,7 @@ def search(
         gpu = current_device()
     except NoGpuError as error:
         why_not = str(error)
-    device = gpu if gpu and arch in (None, gpu.arch) else device_for_arch(arch or RTX_5090.arch)
+    device = _target(arch, gpu)
     if device.arch == HOST_ARCH:
         raise UsageError(f"a search is for a GPU: use --arch {RTX_5090.arch}, and `tuner verify --arch {HOST_ARCH}`")
     if limits and LIMITS[limits].arch == device.arch:
@@ -356,6 +356,14 @@ def _bench(gpu: Device | None, toolkit: str) -> Iterator[tuple[Worker | None, En
 
     with Worker() as worker:
         yield worker, environment(gpu, toolkit)
+
+
+def _target(arch: str | None, gpu: Device | None) -> Device:
+    """What to search for: the GPU where it is meant, else the card that stands for the arch."""
+    if gpu and arch in (None, gpu.arch):
+        return gpu
+    device = device_for_arch(arch or RTX_5090.arch)
+    return gpu if gpu and gpu.arch == device.arch else device
 
 
 def _stored_winner(problem: Problem, database: str | None, limits: str | None, arch: str | None) -> Winner:

@@ -120,6 +120,8 @@ class _GpuBench:
                 if not self.healthy():
                     raise
                 unavailable[name] = _one_line(error)
+        if not kernels:
+            return Timings({}, unavailable=unavailable)
         timings = time_kernels(kernels, policy, self._device, self._say_running)
         for name in libraries:
             self._say_running(name)

@@ -9,6 +9,7 @@ settled.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -255,7 +256,7 @@ class _ValidSampler(BaseSampler):
         self._first = [self._index[config] for config in first if config in self._index]
         self._kind = kind
         self._random = np.random.default_rng(seed)
-        self._tpe = TPESampler(seed=seed, multivariate=True, constant_liar=True) if kind == "tpe" else None
+        self._tpe = _make_tpe(seed) if kind == "tpe" else None
         self._positions = np.array([_positions(_parameters(config)) for config in self._configs], dtype=np.int64)
 
     def take(self, config: Config) -> bool:
@@ -303,6 +304,13 @@ class _ValidSampler(BaseSampler):
         steps[:, list(_choices()).index("family")] *= steps.max() * len(counted)
         distances = steps[:, counted].sum(axis=1)
         return int(self._random.choice(untried[distances == distances.min()]))
+
+
+def _make_tpe(seed: int | None) -> TPESampler:
+    """TPE that sees parameters together, and takes candidates that are being measured for poor ones meanwhile."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # Optuna 4's, of both arguments
+        return TPESampler(seed=seed, multivariate=True, constant_liar=True)
 
 
 def _positions(values: Mapping[str, Any]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..db.records import Environment
@@ -15,7 +15,6 @@ from ..gen.problem import Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as RichProgressBar
     from rich.table import Table
 
 _PLAIN_INTERVAL_S = 5.0
@@ -198,6 +197,7 @@ class SearchResult:
     def summary(self) -> list[str]:
         """What was tried, what fell where and why, and where the time went: lines for people."""
         counts, lines = self.counts, list(self.notes)
+        lines += [f"{row.kernel} ({row.config.id}): {row.note}" for row in self.rows if row.config and row.note]
         ways = {
             "measured": counts.measured,
             "passed": counts.passed,
@@ -335,46 +335,38 @@ class PlainProgress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-@dataclass
 class BarProgress:
-    """A progress bar for terminals, with the best so far and what fell."""
+    """For terminals: a bar, and below it the best so far and what fell."""
 
-    console: Console
-    _bar: RichProgressBar | None = field(default=None, init=False)
+    def __init__(self, console: Console) -> None:
+        from rich.console import Group
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+        from rich.text import Text
+
+        text = TextColumn("{task.description}", markup=False)
+        self._bar = Bar(SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
+        self._task = self._bar.add_task("starting", total=None)
+        self._status = Text(no_wrap=True, overflow="ellipsis")
+        self._live = Live(Group(self._bar, self._status), console=console, refresh_per_second=5)
+        self._console = console
 
     def __enter__(self) -> BarProgress:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
-        )
-        self._bar = Progress(*columns, console=self.console)
-        self._bar.start()
-        self._task = self._bar.add_task("starting", total=None, status="")
+        self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._live.stop()
 
     def update(self, status: Status) -> None:
         if status.last and status.last[1]:
             self.notice(f"{status.last[0].id}: {status.last[1]}")
-        if self._bar:
-            self._bar.update(
-                self._task,
-                description=status.phase,
-                total=status.total,
-                completed=status.counts.decided,
-                status=status.text(),
-            )
+        self._bar.update(self._task, description=status.phase, total=status.total, completed=status.counts.decided)
+        self._status.plain = status.text()
 
     def notice(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def progress_for(console: Console) -> Progress:

@@ -7,6 +7,7 @@ are raced again at the end, side by side with the presets and PyTorch's own kern
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +16,7 @@ from ..db.records import Environment, MeasurementRecord, StoredMeasurement, Veri
 from ..gen.build import Variant
 from ..gen.config import PRESETS, Config, preset_name
 from ..gen.device import Device
+from ..gen.errors import BwdtuneError
 from ..gen.problem import Problem
 from ..gen.render import Source, render
 from ..gen.space import refusal, space_hash
@@ -182,12 +184,18 @@ class _Tuning(CandidateSearch):
                 self.counts.earlier += 1
                 self._note(config, outcome)
         try:
+            if self.best and proposals.remaining:
+                self._incumbent = self.compile_all([self.best[0]])[self.best[0]].variant
             self.try_candidates(proposals)
             rows, winner = self._race()
             status = "complete"
         except KeyboardInterrupt:
             winner = self._keep_best()
             rows, status = [winner] if winner else [], "partial"
+        except BwdtuneError:  # of the GPU, the compiler or the database: no candidate's, and no reason to lose the best
+            with suppress(BwdtuneError):
+                self._keep_best()
+            raise
         if self._noisy:
             self.notes.append(f"{self._noisy} timings were noisy: see above, and search again on an idle GPU")
         return self.result(status, rows, proposals, winner, self._environment)

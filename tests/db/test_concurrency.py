@@ -273,7 +273,6 @@ os.kill(os.getpid(), 9)
 def test_importing_loads_no_database_library() -> None:
     code = (
         "import sys, bwdtune.db, bwdtune.db.records, bwdtune.db.errors\n"
-        "from bwdtune.db import DatabaseError, Environment, GpuKey, Winner\n"
         "print([name for name in ('sqlalchemy', 'alembic', 'optuna', 'sqlite3') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -282,7 +281,7 @@ def test_importing_loads_no_database_library() -> None:
 
 def test_opening_what_is_there_loads_neither_alembic_nor_optuna(with_winner: Any) -> None:
     code = (
-        "import sys\nfrom bwdtune.db import Store\n"
+        "import sys\nfrom bwdtune.db.store import Store\n"
         "for read_only in (True, False): assert len(Store.open(sys.argv[1], read_only=read_only).winners()) == 1\n"
         "print([name for name in ('alembic', 'optuna') if name in sys.modules])"
     )

@@ -491,6 +491,21 @@ class TestReadOnly:
 
         as_ordinary_user(look)
 
+    def test_another_users_can_be_read_while_it_is_written(self, public: Path, as_ordinary_user: Any) -> None:
+        public.chmod(0o755)
+        (public / "x.sqlite").chmod(0o644)
+        with contextlib.closing(Store.open(public / "x.sqlite")) as writer:
+            (square,) = (winner.problem for winner in writer.winners() if winner.problem.causal)
+            failed = replace(writer.show(square).failures[0], error="it failed again")
+            writer.record_variant(square, failed)
+            assert (public / "x.sqlite-wal").stat().st_size
+
+            def look() -> None:
+                (seen,) = Store.open(public / "x.sqlite", read_only=True).show(square).failures
+                assert seen == failed
+
+            as_ordinary_user(look)
+
     @pytest.mark.parametrize(("file_mode", "directory_mode"), [(0o444, 0o777), (0o666, 0o555), (0o444, 0o555)])
     def test_they_are_not_opened_for_writing(
         self, public: Path, as_ordinary_user: Any, file_mode: int, directory_mode: int
@@ -610,11 +625,20 @@ class TestUpgrade:
         assert models.SCHEMA in message
         assert not list(database.parent.glob("*.backup"))
 
-    def test_one_that_fails_changes_nothing(self, database: Path, next_version: Path) -> None:
+    @pytest.mark.parametrize(
+        ("statement", "cause"),
+        [
+            ("INSERT INTO nowhere VALUES (1)", errors.CorruptDatabase),
+            ("UPDATE variants SET status = NULL", errors.DatabaseUnavailable),
+            ("no SQL at all", errors.DatabaseUnavailable),
+        ],
+    )
+    def test_one_that_fails_changes_nothing(
+        self, database: Path, next_version: Path, statement: str, cause: type[DatabaseError]
+    ) -> None:
         shutil.copy(FIXTURES / "schema_1.sqlite", database)
-        next_version.write_text(next_version.read_text() + "    op.execute('INSERT INTO nowhere VALUES (1)')\n")
-        with pytest.raises(DatabaseError, match="nowhere"):
-            Store.open(database)
+        next_version.write_text(next_version.read_text() + f"    op.execute({statement!r})\n")
+        refused(cause, database)
         with contextlib.closing(sqlite3.connect(database)) as connection:
             assert connection.execute("SELECT version_num FROM bwdtune_schema_version").fetchall() == [("0001",)]
             assert "note" not in {row[1] for row in connection.execute("PRAGMA table_info(variants)")}

@@ -117,7 +117,8 @@ def test_a_time_from_other_conditions_does_not_block_a_winner(any_examples: Any,
     any_examples.propose((any_examples.measurement(old, 4.0, environment=environment, policy=policy), verified))
 
     challenger = any_examples.contender(PRESETS["v2"], 5.0)
-    assert not any_examples.propose(challenger, partial=True), "the one of a whole search is not lost to Ctrl-C"
+    useless = changed == "template_hash"
+    assert any_examples.propose(challenger, partial=True) == useless, "a whole search's winner is not lost to Ctrl-C"
     assert any_examples.propose(challenger)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from covering import covering_configs
 
 from bwdtune.gen.build import Variant, build
 from bwdtune.gen.config import PRESETS
@@ -11,7 +12,6 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.gen.resources import estimate
 from bwdtune.runtime.kernel import Kernel
-from tests.coverage import covering_configs
 
 DEVICES = (RTX_5090, H200)
 SEED = Problem.parse("8_16_4096_128", causal=True)

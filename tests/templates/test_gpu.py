@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covering_configs
 
 from bwdtune.gen.build import build
 from bwdtune.gen.config import PRESETS, Config
@@ -12,7 +13,6 @@ from bwdtune.gen.render import render
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel
 from bwdtune.tuner.verify import Verifier
-from tests.coverage import covering_configs
 
 pytestmark = pytest.mark.gpu
 

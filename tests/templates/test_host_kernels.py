@@ -7,7 +7,10 @@ import dataclasses
 import functools
 import itertools
 import math
+import resource
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,16 +47,21 @@ class CheckedKernel(Kernel):
 
     def prepare(self, *tensors: torch.Tensor, scale: float, workspace: torch.Tensor | None = None) -> Launch:
         launch = super().prepare(*tensors, scale=scale, workspace=workspace)
-        inputs, outputs = 6, 9  # q, k, v, o, dout, lse, then dq, dk, dv
-        read = {tensor.data_ptr() for tensor in launch.tensors[:-1]} - {t.data_ptr() for t in tensors[inputs:outputs]}
+        *held, scratch = launch.tensors
+        written = {tensor.data_ptr() for tensor in (*tensors[-3:], scratch)}  # dq, dk, dv
         library = ctypes.CDLL(str(self.path))
-        library.bwdtune_host_clear()
-        for tensor in launch.tensors:
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            size_bytes = ctypes.c_int64(extent * tensor.element_size())
-            writable = tensor.data_ptr() not in read
-            assert library.bwdtune_host_register(ctypes.c_void_p(tensor.data_ptr()), size_bytes, int(writable)) == 0
-        return launch
+
+        def call(arguments: Any) -> None:
+            for tensor in (*held, scratch):
+                extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+                place = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(extent * tensor.element_size())
+                assert library.bwdtune_host_register(*place, int(tensor.data_ptr() in written)) == 0
+            try:
+                launch.call(arguments)
+            finally:
+                library.bwdtune_host_clear()
+
+        return dataclasses.replace(launch, call=call)
 
 
 def load(source: Source) -> Kernel:
@@ -77,6 +85,24 @@ def test_presets(preset: str, dtype: str, head_dim: int, causal: bool) -> None:
     problem = problem_of(dtype, head_dim, causal, group=1 if preset == "v1" else 2)
     record = VERIFIER.verify(problem, load(render(problem, PRESETS[preset])))
     assert record.passed, record.reason
+
+
+def test_a_small_backward_takes_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile included, in CPU time, so that a busy machine does not matter."""
+
+    def cpu_seconds() -> float:
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+    monkeypatch.delenv("BWDTUNE_HOST_RACECHECK")
+    monkeypatch.setenv("BWDTUNE_CACHE", str(tmp_path))
+    case = Case(Problem.parse("1_2_256_128", causal=True), "normal")
+    inputs = make_inputs(case, torch.device("cpu"))
+    forward = inputs.forward
+    start = cpu_seconds()
+    kernel = load(render(case.problem, PRESETS["v3"]))
+    backward(kernel, inputs.q, inputs.k, inputs.v, forward.output, inputs.dout, forward.lse, scale=case.scale)
+    assert cpu_seconds() - start < 5
 
 
 # ---- every parameter value ----

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from bwdtune.db.errors import DatabaseLocked
 from bwdtune.db.records import Winner
 from bwdtune.db.store import Store
 from bwdtune.gen.config import PRESETS
-from bwdtune.tuner.cli import main
+from bwdtune.gen.device import H200, RTX_5090
+from bwdtune.tuner.cli import _target, main
 
 SHAPE = ["--shape", PROBLEM.shape, "--causal"]
 SMALL = ["--shape", "1_1_128_64", "--arch", "sm_120a"]
@@ -227,8 +229,9 @@ def test_help_and_complaints_do_not_wait_for_heavy_imports(arguments: list[str])
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(arguments) == 0
     text = capsys.readouterr().out
     for command in ("search", "verify", "list", "show", "bench", "roofline", "inspect", "profile", "export"):
         assert command in text
@@ -364,3 +367,14 @@ def test_search_bench_and_export_on_the_gpu(tmp_path: Path, database: Path) -> N
     rows = {row["kernel"]: row for row in json.loads(done.stdout)["rows"]}
     assert rows["best"]["config"] == found["winner"]["config"]
     assert main(["export", *shape, "-o", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "expected"), [(None, "here"), ("sm_90a", "here"), ("sm_90", "here"), ("sm_120", RTX_5090.name)]
+)
+def test_the_gpu_is_searched_for_where_its_arch_is_meant(arch: str | None, expected: str) -> None:
+    assert _target(arch, replace(H200, name="here")).name == expected
+
+
+def test_without_a_gpu_the_write_ups_card_is_searched_for() -> None:
+    assert _target(None, None) == RTX_5090

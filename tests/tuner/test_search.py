@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,18 +30,21 @@ from search_fakes import (
     run_search,
 )
 
-from bwdtune.db.records import GpuKey, Winner
+from bwdtune.db.records import Environment, GpuKey, Winner
 from bwdtune.db.store import Store
+from bwdtune.gen.build import build
 from bwdtune.gen.config import PRESETS, Config
-from bwdtune.gen.device import H200, RTX_5090
+from bwdtune.gen.device import H200, HOST, RTX_5090
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.space import refusal, valid_configs
+from bwdtune.gen.toolchain import find_compiler
 from bwdtune.tuner.candidates import SPILL_BOUND_BYTES
 from bwdtune.tuner.options import SAMPLERS, SearchOptions
-from bwdtune.tuner.search import PEERS
+from bwdtune.tuner.report import progress_for
+from bwdtune.tuner.search import PEERS, search
 from bwdtune.tuner.timing import SEARCH_POLICY
-from bwdtune.tuner.worker import WorkerError
+from bwdtune.tuner.worker import Worker, WorkerError
 
 V1, V2, V3 = PRESETS.values()
 
@@ -281,6 +286,11 @@ def test_the_incumbent_is_timed_beside_each_candidate(database: Path) -> None:
         fastest = min(searched[:earlier], key=lambda tried: cost_ms(by_id(tried[0])))[0]
         assert names[1:] == [fastest]
 
+    again = FakeBench()
+    run_search(database, trials=1, bench=again)
+    fastest = min(searched, key=lambda tried: cost_ms(by_id(tried[0])))[0]
+    assert again.timed[0][1:] == [fastest], "also one that an earlier search has found"
+
 
 def by_id(name: str) -> Config:
     return next(config for config in valid_configs(PROBLEM, H200) if config.id == name)
@@ -423,6 +433,9 @@ def test_a_broken_gpu_ends_the_search_and_keeps_what_there_is(database: Path) ->
     with pytest.raises(WorkerError):
         run_search(database, bench=Breaking())
     assert len(trials(database)) == 3
+    winner = stored_winner(database)
+    assert winner
+    assert winner.partial
 
 
 def test_an_unusable_compiler_ends_the_search(database: Path) -> None:
@@ -454,6 +467,33 @@ def test_impossible_options(options) -> None:
 def test_a_head_dim_that_no_kernel_takes(database: Path) -> None:
     with pytest.raises(UsageError, match="head_dim 100"):
         run_search(database, problem=Problem.parse("1_1_64_100"))
+
+
+# With the real process, which can run kernels for the CPU
+
+
+def test_the_real_worker_and_builder(database: Path) -> None:
+    if not shutil.which("g++"):
+        pytest.skip("no host compiler")
+    problem = Problem.parse("1_1_64_16", causal=True)
+    environment = Environment(GpuKey(HOST.name, "0.0"), HOST.arch, "none", find_compiler(HOST.arch).version, "2.11.0")
+    with closing(Store.open(database)) as store, Worker("cpu") as worker:
+        result = search(
+            problem,
+            HOST,
+            store,
+            SearchOptions(trials=3, seed=0),
+            builder=lambda source, arch: build([source], arch, jobs=1)[0],
+            progress=Told(),
+            bench=worker,
+            environment=environment,
+        )
+        assert result.counts.measured == 3, result.failures
+        winner = store.winner(problem, environment.gpu)
+    assert winner
+    assert result.winner
+    assert result.winner.config == winner.config
+    assert {row.note for row in result.rows if row.kernel in PEERS} == {"it runs on a GPU only"}
 
 
 # Without a GPU
@@ -508,6 +548,24 @@ def test_the_table_names_winner_presets_and_peers(database: Path) -> None:
     text = capture.get()
     for name in ("best", "v1", "v2", "v3", "fa", "cudnn", "TFLOPS", "% of peak"):
         assert name in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_tells_the_best_so_far_and_what_fell(database: Path, terminal: bool) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=100)
+    progress = progress_for(console)
+    result = run_search(
+        database, trials=12, progress=progress, builder=FakeBuilder(broken=lambda config: config.stages == 1)
+    )
+    text = stream.getvalue()
+    assert result.winner
+    assert result.winner.config
+    assert "12/12" in text
+    assert f"best {result.winner.ms:.3f} ms" in text
+    assert f"failed {result.counts.failed}" in text
+    assert all(f"{config.id}: {reason}" in text for config, reason in result.failures)
+    assert ("\x1b[" in text) == terminal
 
 
 def test_overhead_is_small(database: Path) -> None:

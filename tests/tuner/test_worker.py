@@ -61,6 +61,12 @@ def test_a_right_kernel_is_verified_and_timed(worker: Worker) -> None:
         assert timing.samples >= 3
 
 
+def test_a_race_that_nobody_can_run_in(worker: Worker) -> None:
+    timings = worker.time(PROBLEM, [], ["fa", "cudnn"], QUICK)
+    assert not timings
+    assert timings.unavailable == dict.fromkeys(("fa", "cudnn"), "it runs on a GPU only")
+
+
 def test_a_wrong_kernel_is_not_an_error_of_the_process(worker: Worker) -> None:
     record = worker.verify(PROBLEM, variant("OTHER_MASK"))
     assert not record.passed

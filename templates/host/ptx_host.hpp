@@ -290,7 +290,6 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity, int line = __builti
   block().mbarrier_wait(barrier, parity, line);
 }
 
-<<<<<<< HEAD
 // The mbarrier that an asynchronous copy is to complete on.
 inline bwdtune_host::Mbarrier& mbarrier_of_copy(uint32_t barrier, const char* what, int line) {
   bwdtune_host::Mbarrier& mbarrier = block().mbarrier_at(barrier, what, line);
@@ -300,9 +299,7 @@ inline bwdtune_host::Mbarrier& mbarrier_of_copy(uint32_t barrier, const char* wh
   return mbarrier;
 }
 
-=======
 // Its alignment is its type's: not looked at, as compilers do not all keep it in a parameter's copy.
->>>>>>> main
 inline const bwdtune_host::TensorMap& tensor_map_of(const CUtensorMap* map, int line) {
   const auto& decoded = *reinterpret_cast<const bwdtune_host::TensorMap*>(map);
   if (decoded.magic != bwdtune_host::TENSOR_MAP_MAGIC)

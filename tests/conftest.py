@@ -27,8 +27,11 @@ def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, _kernel_cache: Path) -> None:
+def _own_places(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, _kernel_cache: Path
+) -> None:
     monkeypatch.setenv("BWDTUNE_CACHE", str(_kernel_cache))
     monkeypatch.setenv("BWDTUNE_DB", str(tmp_path / "bwdtune.sqlite"))
     # What this version ships would answer where a test says that nothing is stored.
-    monkeypatch.setattr(shipped, "TABLE", shipped.write_shipped([], tmp_path / "shipped.json"))
+    table = tmp_path_factory.mktemp("package") / "shipped.json"
+    monkeypatch.setattr(shipped, "TABLE", shipped.write_shipped([], table))

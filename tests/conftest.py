@@ -33,5 +33,5 @@ def _own_places(
     monkeypatch.setenv("BWDTUNE_CACHE", str(_kernel_cache))
     monkeypatch.setenv("BWDTUNE_DB", str(tmp_path / "bwdtune.sqlite"))
     # What this version ships would answer where a test says that nothing is stored.
-    table = tmp_path_factory.mktemp("shipped") / "shipped.json"  # tests look at all that is below tmp_path
+    table = tmp_path_factory.mktemp("package") / "shipped.json"
     monkeypatch.setattr(shipped, "TABLE", shipped.write_shipped([], table))

@@ -108,7 +108,7 @@ class _Survey(CandidateSearch):
             self.try_candidates(proposals)
         except KeyboardInterrupt:
             status = "partial"
-        self._survivors.sort(key=lambda row: (-(row.occupancy or 0), row.spill_bytes or 0, row.registers or 0))
+        self._survivors.sort(key=_survey_order)
         self.notes.append(
             "nothing was verified or timed, and no winner is stored: these are the candidates that passed arithmetic "
             "and compiler, sorted by occupancy, which is not speed"
@@ -472,6 +472,12 @@ class _Tuning(CandidateSearch):
                 cycles=counted.median if counted else None,
             ),
         )
+
+
+def _survey_order(row: Row) -> tuple[float, int, int, str]:
+    """By what the compiler says; equals by name, and not by which compiler was quick."""
+    name = row.config.id if row.config else ""
+    return -(row.occupancy or 0.0), row.spill_bytes or 0, row.registers or 0, name
 
 
 def _timed_row(row: Row, timing: Timing) -> Row:

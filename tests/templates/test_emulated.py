@@ -12,12 +12,17 @@ import torch
 from bwdtune.gen.build import build, build_one
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import H200, HOST
+from bwdtune.gen.emulation import emulation
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
+from bwdtune.gen.resources import tensor_activity
 from bwdtune.gen.toolchain import find_nvcc
+from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel
 from bwdtune.tuner.candidates import EMULATED_SPILL_BOUND_BYTES
+from bwdtune.tuner.timing import SEARCH_POLICY
 from bwdtune.tuner.verify import Verifier
+from bwdtune.tuner.worker import Worker
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 SMALL = Problem.parse("1_2_256_64", causal=True)
@@ -85,3 +90,24 @@ def test_a_kernel_that_is_used_counts_nothing() -> None:
     library = build_one(render(SMALL, PRESETS["v3"]), HOST.arch).library
     assert library
     assert not Kernel.load(library).counts_cycles
+
+
+@pytest.mark.gpu
+def test_an_h200_keeps_a_5090s_pace() -> None:
+    """The dummies are there, as ptxas and the card see them: v3 takes two to three times as many cycles."""
+    device = current_device()
+    if device.clocks_per_mma is None or device.arch != H200.arch:
+        pytest.skip(f"{device.name} emulates nothing")
+    counted = {}
+    with Worker() as worker:
+        for emulate in (None, "sm_120"):
+            source = render(SEED, PRESETS["v3"], emulate=emulate, card=device, cycles=True)
+            variant = build_one(source, device.arch)
+            assert worker.verify(SEED, variant).passed
+            counted[emulate] = worker.time(SEED, [variant], (), SEARCH_POLICY).cycles[PRESETS["v3"].id].median
+    assert counted["sm_120"] > 1.8 * counted[None]
+    pace = emulation("sm_120", device)
+    activity = tensor_activity(
+        SEED, PRESETS["v3"], device, cycles=counted["sm_120"], clocks_per_mma=pace.clocks_per_mma
+    )
+    assert 0.65 < activity < 0.9

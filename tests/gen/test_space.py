@@ -114,7 +114,7 @@ def test_a_refusal_of_the_transposed_family_says_why(changes: dict[str, int], sa
         ({"bottom_right": True}, "no bottom-right"),
         ({"softcap": True}, "no softcap"),
         ({"varlen": True, "deterministic": True}, "no varlen and no deterministic"),
-        ({"head_dim": 40}, "head_dim 40|does not divide"),
+        ({"head_dim": 104}, "head_dim 104|does not divide"),
     ],
 )
 def test_what_only_the_mma_family_computes_is_refused_by_the_others(changes: dict[str, int], said: str) -> None:

@@ -28,7 +28,7 @@ from bwdtune.tuner.worker import CandidateError, Worker
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 ENVIRONMENT = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.11.0")
-V1, V2, V3 = PRESETS.values()
+V1, V2, V3 = (PRESETS[name] for name in ("v1", "v2", "v3"))
 SPECIAL = replace(V3, dq_vector=4)
 TIMES_MS = {"cudnn": 9.5079, "fa": 8.5584, V1.id: 10.3287, V2.id: 9.5374, V3.id: 8.5866, SPECIAL.id: 8.5}
 GOOD = VerificationRecord(True, 0.0025)

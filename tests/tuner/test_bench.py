@@ -28,7 +28,7 @@ from bwdtune.tuner.worker import CandidateError, Worker
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 ENVIRONMENT = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.11.0")
-V1, V2, V3 = PRESETS.values()
+V1, V2, V3 = (PRESETS[name] for name in ("v1", "v2", "v3"))
 SPECIAL = replace(V3, dq_vector=4)
 TIMES_MS = {"cudnn": 9.5079, "fa": 8.5584, V1.id: 10.3287, V2.id: 9.5374, V3.id: 8.5866, SPECIAL.id: 8.5}
 GOOD = VerificationRecord(True, 0.0025)
@@ -78,7 +78,7 @@ def compiled(monkeypatch) -> list[Config]:
         return [variant(source, arch) for source in sources]
 
     def variant(source: Source, arch: str) -> Variant:
-        spills = source.config == V1 or (source.config.stages == 3 and arch == RTX_5090.arch)
+        spills = source.config == V1 or (source.config.to_dict().get("stages") == 3 and arch == RTX_5090.arch)
         figures = CompiledResources(255, 40 if spills else 0, 0, 0, 1)
         return Variant(source, arch, None, "key", "13.0.88", figures, "ok", "", None, 5.0, False)
 

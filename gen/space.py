@@ -148,7 +148,19 @@ def all_configs() -> Iterator[Config]:
                 yield config_type(**values)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=8)
+def _judged(problem: Problem, device: Device) -> tuple[tuple[Config, ...], dict[Config, str]]:
+    """Every point, in one pass: the valid ones, and the others with their reasons."""
+    valid, refused = [], {}
+    for config in all_configs():
+        reason = refusal(problem, config, device)
+        if reason is None:
+            valid.append(config)
+        else:
+            refused[config] = reason
+    return tuple(valid), refused
+
+
 def valid_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     """The points that arithmetic admits, in a fixed order.
 
@@ -157,7 +169,7 @@ def valid_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     """
     if reason := head_dim_refusal(problem.head_dim):
         raise UsageError(reason)
-    found = tuple(config for config in all_configs() if refusal(problem, config, device) is None)
+    found, _ = _judged(problem, device)
     if not found:
         raise UsageError(f"no configuration fits {problem.label} on {device.name}")
     return found
@@ -165,8 +177,7 @@ def valid_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
 
 def refused_configs(problem: Problem, device: Device) -> dict[Config, str]:
     """The points that arithmetic refuses, each with its reason."""
-    reasons = ((config, refusal(problem, config, device)) for config in all_configs())
-    return {config: reason for config, reason in reasons if reason is not None}
+    return _judged(problem, device)[1]
 
 
 def space_hash() -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from bwdtune.db.records import Environment, GpuKey, VerificationRecord
 from bwdtune.db.store import Store
 from bwdtune.gen.build import CompiledResources, Variant
-from bwdtune.gen.config import Config
+from bwdtune.gen.config import PRESETS, Config, MmaConfig
 from bwdtune.gen.device import H200
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
@@ -41,8 +41,16 @@ TINY = replace(
 )
 
 
+def parameter(config: Config, name: str) -> int | None:
+    """Its value of a parameter that its family may not have."""
+    value: int | None = config.to_dict().get(name)
+    return value
+
+
 def cost_ms(config: Config) -> float:
-    """A landscape with one minimum, and no two equal presets."""
+    """A landscape with one minimum, and no two equal presets. It lies in the mma family: all of another are slow."""
+    if not isinstance(config, MmaConfig):
+        return 30.0 + list(PRESETS.values()).index(config) if config in PRESETS.values() else 40.0
     cost = 6.0 + abs(config.block_q - 64) / 32 + abs(config.stages - 2) / 2 + abs(config.warps_per_row_group - 2)
     return cost + 0.1 * config.dq_vector + 0.05 * config.min_blocks_per_sm
 

@@ -51,9 +51,17 @@ def test_the_number_of_dummies_follows_from_the_rates(dummies: int) -> None:
     assert f"#define PACE_DUMMIES {dummies}\n" in text
 
 
-@pytest.mark.parametrize("preset", [name for name, config in PRESETS.items() if config.group == "mma"])
-def test_a_kernel_that_is_used_has_nothing_of_it(preset: str) -> None:
-    config = PRESETS[preset]
+MMA_PRESETS = {name: config for name, config in PRESETS.items() if config.group == "mma"}
+
+
+@pytest.mark.parametrize("preset", ["w64", "w64lag"])
+def test_a_wgmma_kernel_is_neither_slowed_nor_counted(preset: str) -> None:
+    with pytest.raises(UsageError, match="wgmma kernels do not count their cycles"):
+        render(SEED, PRESETS[preset], cycles=True)
+
+
+@pytest.mark.parametrize("config", MMA_PRESETS.values(), ids=list(MMA_PRESETS))
+def test_a_kernel_that_is_used_has_nothing_of_it(config) -> None:
     plain, probed = render(SEED, config), render(SEED, config, cycles=True)
     emulated = render(SEED, config, emulate="sm_120")
     words = ("probe", "sm_clock", "pace_begin", "spare", "measurement alone", "unpaced")

@@ -144,8 +144,6 @@ def test_every_head_dim_has_a_space(device: Device, head_dim: int) -> None:
 
 
 def test_the_order_of_the_space_is_fixed() -> None:
-    valid_configs.cache_clear()
-    first = valid_configs(SEED, H200)
-    valid_configs.cache_clear()
-    assert valid_configs(SEED, H200) == first
+    # Another card of the same limits is judged anew.
+    assert valid_configs(SEED, dataclasses.replace(H200, name="another")) == valid_configs(SEED, H200)
     assert space_hash() == space_hash()

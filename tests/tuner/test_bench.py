@@ -78,7 +78,7 @@ def compiled(monkeypatch) -> list[Config]:
         return [variant(source, arch) for source in sources]
 
     def variant(source: Source, arch: str) -> Variant:
-        spills = source.config == V1 or (source.config.stages == 3 and arch == RTX_5090.arch)
+        spills = source.config == V1 or (source.config.to_dict().get("stages") == 3 and arch == RTX_5090.arch)
         figures = CompiledResources(255, 40 if spills else 0, 0, 0, 1)
         return Variant(source, arch, None, "key", "13.0.88", figures, "ok", "", None, 5.0, False)
 

@@ -27,13 +27,14 @@ from search_fakes import (
     FakeBuilder,
     Told,
     cost_ms,
+    parameter,
     run_search,
 )
 
 from bwdtune.db.records import Environment, GpuKey, Winner
 from bwdtune.db.store import Store
 from bwdtune.gen.build import build
-from bwdtune.gen.config import PRESETS, Config
+from bwdtune.gen.config import PRESETS, Config, parse_config
 from bwdtune.gen.device import H200, HOST, RTX_5090
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
@@ -48,7 +49,7 @@ from bwdtune.tuner.search import PEERS, search
 from bwdtune.tuner.timing import SEARCH_POLICY
 from bwdtune.tuner.worker import Worker, WorkerError
 
-V1, V2, V3 = PRESETS.values()
+V1, V2, V3 = (PRESETS[name] for name in ("v1", "v2", "v3"))
 
 
 @pytest.fixture
@@ -147,7 +148,8 @@ def test_another_driver_is_measured_anew(database: Path) -> None:
 def test_presets_that_are_not_valid_here_are_listed_with_the_reason(database: Path) -> None:
     result = run_search(database, problem=TINY_PROBLEM, device=TINY, trials=3)
     notes = {row.kernel: row.note for row in result.rows}
-    assert all("shared memory" in notes[name] for name in PRESETS)
+    assert all("not valid here" in notes[name] for name in PRESETS)
+    assert "shared memory" in notes["v1"]
 
 
 # What is kept, and who may win
@@ -167,13 +169,13 @@ def test_the_winner_is_the_fastest_of_the_race_and_stored(database: Path) -> Non
 
 
 def test_every_trial_is_ended_and_names_its_configuration(database: Path) -> None:
-    run_search(database, trials=10, builder=FakeBuilder(broken=lambda config: config.stages == 1))
+    run_search(database, trials=10, builder=FakeBuilder(broken=lambda config: parameter(config, "stages") == 1))
     kept = trials(database)
     assert len(kept) == 10
     assert all(trial.state.is_finished() for trial in kept)
     for trial in kept:
         failed = trial.state is optuna.trial.TrialState.FAIL
-        assert failed == (trial.params["stages"] == 1)
+        assert failed == (parameter(parse_config(trial.user_attrs["config"]), "stages") == 1)
         assert bool(trial.user_attrs["reason"]) == failed
         assert (trial.values is None) == failed
 
@@ -244,7 +246,7 @@ def test_what_the_machine_failed_is_tried_again(database: Path) -> None:
 
 
 def test_a_crash_costs_one_candidate(database: Path) -> None:
-    result = run_search(database, trials=12, bench=FakeBench(crashing=lambda config: config.swizzle == 0))
+    result = run_search(database, trials=12, bench=FakeBench(crashing=lambda config: parameter(config, "swizzle") == 0))
     assert result.winner
     assert result.counts.measured + result.counts.failed == 12
     assert all("SIGSEGV" in reason for _, reason in result.failures)
@@ -264,7 +266,7 @@ def test_a_crash_in_the_race_costs_one_racer(database: Path) -> None:
 
 def test_spills_over_the_bound_are_refused_but_not_of_presets(database: Path) -> None:
     def spills(config: Config, arch: str) -> int:
-        return {1: SPILL_BOUND_BYTES, 2: SPILL_BOUND_BYTES + 4}.get(config.min_blocks_per_sm, 400)
+        return {3: 400, 2: SPILL_BOUND_BYTES + 4}.get(parameter(config, "min_blocks_per_sm"), SPILL_BOUND_BYTES)
 
     bench = FakeBench()
     result = run_search(
@@ -274,7 +276,7 @@ def test_spills_over_the_bound_are_refused_but_not_of_presets(database: Path) ->
         builder=FakeBuilder(spills=lambda config, arch: 60 if config == V1 else spills(config, arch)),
     )
     assert V1 in bench.verified
-    assert {config.min_blocks_per_sm for config in bench.verified} == {1}
+    assert not {2, 3} & {parameter(config, "min_blocks_per_sm") for config in bench.verified}
     assert result.counts.refused > 0
     assert any("bytes of registers a thread are spilled" in reason for _, reason in result.failures)
 
@@ -325,12 +327,12 @@ def test_a_worse_search_leaves_a_better_winner(database: Path) -> None:
 
 def test_limits_keep_to_the_other_card(database: Path) -> None:
     def spills(config: Config, arch: str) -> int:
-        return 60 if arch == "sm_120a" and (config == V3 or config.stages == 3) else 0
+        return 60 if arch == "sm_120a" and (config == V3 or parameter(config, "stages") == 3) else 0
 
     builder, bench = FakeBuilder(spills=spills), FakeBench(cost=lambda config: 1.0 if config == V3 else cost_ms(config))
     result = run_search(database, builder=builder, bench=bench, trials=30, limits="sm_120")
     assert all(refusal(PROBLEM, config, RTX_5090) is None for config in bench.verified)
-    assert all(config.stages < 3 for config in bench.verified)
+    assert all(parameter(config, "stages") != 3 for config in bench.verified)
     assert V3 in bench.verified, "a preset is a point of reference"
     winner = stored_winner(database, limits="sm_120")
     assert winner
@@ -394,11 +396,11 @@ def test_presets_that_spill_there_are_emulated_but_not_the_best(database: Path) 
 
 def test_spare_accumulators_may_spill_a_little(database: Path) -> None:
     def spills(config: Config, arch: str) -> int:
-        return 0 if arch == "sm_120a" else EMULATED_SPILL_BOUND_BYTES + (config.stages == 3)
+        return 0 if arch == "sm_120a" else EMULATED_SPILL_BOUND_BYTES + (parameter(config, "stages") == 3)
 
     result = run_search(database, builder=FakeBuilder(spills=spills), trials=30, emulate="sm_120")
     assert result.counts.measured
-    assert {config.stages for config, reason in result.failures} == {3}
+    assert {parameter(config, "stages") for config, reason in result.failures} == {3}
 
 
 def test_an_emulated_build_with_fewer_blocks_an_sm_is_refused(database: Path) -> None:
@@ -618,7 +620,7 @@ def test_a_survey_measures_nothing_and_stores_no_winner(database: Path) -> None:
     def spills(config: Config, arch: str) -> int:
         return 100 if config.block_q == 128 else 0
 
-    builder = FakeBuilder(spills=spills, broken=lambda config: config.swizzle == 32)
+    builder = FakeBuilder(spills=spills, broken=lambda config: parameter(config, "swizzle") == 32)
     result = run_search(database, device=RTX_5090, builder=builder, measured=False, trials=40)
     assert result.status == "unmeasured"
     assert result.winner is None
@@ -670,9 +672,8 @@ def test_progress_tells_the_best_so_far_and_what_fell(database: Path, terminal: 
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100)
     progress = progress_for(console)
-    result = run_search(
-        database, trials=12, progress=progress, builder=FakeBuilder(broken=lambda config: config.stages == 1)
-    )
+    builder = FakeBuilder(broken=lambda config: parameter(config, "stages") == 1)
+    result = run_search(database, trials=12, progress=progress, builder=builder)
     text = stream.getvalue()
     assert result.winner
     assert result.winner.config

@@ -18,7 +18,7 @@ search: setup
 test: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses auto --dist loadfile
 
 # Which nvcc there is may change at any time, so it is asked for each time.
 setup: $(VENV)/installed

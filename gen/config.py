@@ -30,6 +30,13 @@ class _Parameters:
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise UsageError(f"{name} is {value!r}: it must be one of {', '.join(map(str, allowed))}")
 
+    @classmethod
+    def of_choices(cls, values: dict[str, Any]) -> Any:
+        """A configuration of values that were taken from `choices`: a whole space of them need not be checked again."""
+        config = object.__new__(cls)
+        config.__dict__.update(values)
+        return config
+
     @staticmethod
     def contradiction(values: Mapping[str, Any]) -> str | None:
         """Why these values do not go together, whatever the problem and the device; None where they do."""
@@ -198,6 +205,13 @@ class TransposedMmaConfig(_Parameters):
     staggered: bool = False
     min_blocks_per_sm: int = 1
     head_group: int = 4
+
+    @classmethod
+    def of_choices(cls, values: dict[str, Any]) -> Any:
+        """A configuration of values that were taken from `choices`: a whole space of them need not be checked again."""
+        config = object.__new__(cls)
+        config.__dict__.update(values)
+        return config
 
     @staticmethod
     def contradiction(values: Mapping[str, Any]) -> str | None:

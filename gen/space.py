@@ -145,7 +145,7 @@ def all_configs() -> Iterator[Config]:
         for point in itertools.product(*config_type.choices.values()):
             values: dict[str, Any] = dict(zip(config_type.choices, point, strict=True))
             if config_type.contradiction(values) is None:
-                yield config_type(**values)
+                yield config_type.of_choices(values)
 
 
 @functools.lru_cache(maxsize=8)

@@ -72,6 +72,9 @@ def forward(
             return _efficient(q, k, v, causal, scale)
         return flash(q, k, v, causal, scale)
     left, right = features.limits(causal)
+    # PyTorch's flash drops a limit of as many keys as there are, which with more queries than keys still masks.
+    if not features.sequences and q.shape[2] > k.shape[2]:
+        return _math(q, k, v, causal, scale, features)
     if not features.sequences:
         return _flash_band(q, k, v, left, right, features.bottom_right, scale)
     if features.bottom_right or (left, right) == (UNLIMITED, UNLIMITED):

@@ -475,7 +475,7 @@ def test_an_interrupt_keeps_what_was_measured(database: Path, number: signal.Sig
     wait_until_decided(process, 4)
     start = time.monotonic()
     process.send_signal(number)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=120)
     assert time.monotonic() - start < 10
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
@@ -499,7 +499,7 @@ def test_a_kill_loses_the_running_trial_at_most(database: Path) -> None:
     process = start_slow_search(database)
     decided = wait_until_decided(process, 4)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     kept = trials(database)
     assert len(kept) >= decided
     assert all(trial.state.is_finished() for trial in kept)

@@ -167,7 +167,7 @@ def test_the_child_dies_with_its_parent(parent: tuple[subprocess.Popen[str], psu
 def test_ctrl_c_is_the_parents_to_handle(parent: tuple[subprocess.Popen[str], psutil.Process]) -> None:
     process, child = parent
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert output.split() == ["interrupted", "True"]
     assert process.returncode == 0
     child.wait(10)

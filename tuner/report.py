@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -294,9 +295,9 @@ class SearchResult:
 def kinds_of_refusal(reasons: Iterable[str], device: Device) -> dict[str, int]:
     """Counts refusals that differ in their numbers only as one kind, the most frequent first."""
     kinds: dict[str, int] = {}
-    for reason in reasons:
+    for reason, count in Counter(reasons).items():
         kind = re.sub(r"\d[\d,.]*\d|\d", "N", reason.replace(device.name, "the card"))
-        kinds[kind] = kinds.get(kind, 0) + 1
+        kinds[kind] = kinds.get(kind, 0) + count
     return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
 

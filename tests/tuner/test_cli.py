@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from nvcc_shim import NvccShim, without_wheels
-from search_fakes import PROBLEM, FakeBuilder, parameter, run_search
+from search_fakes import PROBLEM, FakeBuilder, run_search
 
 from bwdtune.db.errors import DatabaseLocked
 from bwdtune.db.records import Winner
@@ -122,7 +122,7 @@ def test_the_options_of_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database that a search has filled. To be copied, not changed."""
     path = tmp_path_factory.mktemp("searched") / "results.sqlite"
-    run_search(path, trials=12, builder=FakeBuilder(broken=lambda config: parameter(config, "stages") == 3))
+    run_search(path, trials=12, builder=FakeBuilder(broken=lambda config: config.family != "mma"))
     return path
 
 
@@ -315,7 +315,7 @@ def test_a_search_without_a_gpu_compiles_and_lists(tmp_path: Path, database: Pat
     data = json.loads(done.stdout)
     assert data["status"] == "unmeasured"
     assert data["winner"] is None
-    assert {row["kernel"] for row in data["rows"]} >= set(PRESETS)
+    assert {row["kernel"] for row in data["rows"]} >= {"v1", "v2", "v3", "t64"}
     assert all(row["registers"] > 0 and row["ms"] is None for row in data["rows"])
     assert "4/4" in done.stderr, "it told how it went, in plain lines"
 

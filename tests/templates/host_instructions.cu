@@ -39,28 +39,6 @@ __global__ void ldmatrix_kernel(const __grid_constant__ Ldmatrix a) {
   for (int i = 0; i < 4; i++) ptx::store_global(a.fragments + 4 * threadIdx.x + i, fragment[i]);
 }
 
-// Each lane stores its part of four matrices at its own address; the tile goes out as it lies.
-struct Stmatrix {
-  const uint32_t* fragments;  // (32, 4)
-  const uint32_t* addresses;  // (32): offsets in bytes
-  uint32_t* tile;             // (256)
-};
-
-__global__ void stmatrix_kernel(const __grid_constant__ Stmatrix a) {
-  const uint32_t shared = ptx::shared_memory_base();
-  for (uint32_t i = threadIdx.x; i < 256; i += blockDim.x) ptx::store_shared(shared + 4 * i, 0);
-  ptx::sync_warp();
-  uint32_t fragment[4];
-  for (int i = 0; i < 4; i++) fragment[i] = ptx::load_global(a.fragments + 4 * threadIdx.x + i);
-  ptx::stmatrix_x4(shared + ptx::load_global(a.addresses + threadIdx.x), fragment);
-  ptx::sync_warp();
-  for (uint32_t i = 2 * threadIdx.x; i < 256; i += 2 * blockDim.x) {
-    const float2 pair = ptx::load_shared<float2>(shared + 4 * i);
-    ptx::store_global(a.tile + i, ptx::bits_of(pair.x));
-    ptx::store_global(a.tile + i + 1, ptx::bits_of(pair.y));
-  }
-}
-
 // A bulk copy, handed from the warp that waits for it to another one by a named barrier, and on by an mbarrier's arrivals.
 struct Relay {
   const float* in;  // (64)
@@ -376,10 +354,6 @@ int run_ldmatrix(const uint32_t* tile, const uint32_t* addresses, uint32_t* frag
 
 int run_mma(int fp16, const uint32_t* a, const uint32_t* b, float* accumulator) {
   return launch(fp16 ? mma_kernel<ptx::fp16> : mma_kernel<ptx::bf16>, Mma{a, b, accumulator});
-}
-
-int run_stmatrix(const uint32_t* fragments, const uint32_t* addresses, uint32_t* tile) {
-  return launch(stmatrix_kernel, Stmatrix{fragments, addresses, tile}, 1, 32, 1024);
 }
 
 int run_relay(const float* in, float* out) { return launch(relay_kernel, Relay{in, out}, 1, 64, 512 + 16); }

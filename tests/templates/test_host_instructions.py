@@ -133,17 +133,6 @@ def test_ldmatrix(program: ctypes.CDLL, transposed: bool) -> None:
         )
 
 
-def test_stmatrix_is_the_inverse_of_ldmatrix(program: ctypes.CDLL) -> None:
-    generator = np.random.default_rng(4)
-    fragments = generator.integers(0, 2**32, (32, 4), np.uint32)
-    addresses = (generator.permutation(64)[:32] * 16).astype(np.uint32)
-    tile, read = np.empty(256, np.uint32), np.empty_like(fragments)
-    check(program, program.run_stmatrix(pointer(fragments), pointer(addresses), pointer(tile)))
-    assert np.count_nonzero(tile) == 128
-    check(program, program.run_ldmatrix(pointer(tile), pointer(addresses), pointer(read), 0))
-    np.testing.assert_array_equal(read, fragments)
-
-
 def test_a_bulk_copy_is_handed_on_by_a_named_barrier(program: ctypes.CDLL) -> None:
     room = np.random.default_rng(5).standard_normal(64 + 8).astype(np.float32)
     values = room[-room.ctypes.data % 16 // 4 :][:64]

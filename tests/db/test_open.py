@@ -498,7 +498,7 @@ class TestReadOnly:
         public.chmod(0o755)
         (public / "x.sqlite").chmod(0o644)
         with contextlib.closing(Store.open(public / "x.sqlite")) as writer:
-            (square,) = (winner.problem for winner in writer.winners() if winner.problem.causal)
+            (square,) = (winner.problem for winner in writer.winners() if winner.problem.mask == "causal")
             failed = replace(writer.show(square).failures[0], error="it failed again")
             writer.record_variant(square, failed)
             assert (public / "x.sqlite-wal").stat().st_size

@@ -6,16 +6,17 @@ windows, layouts and contents give each of them its cases.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bwdtune.gen.config import Config
+from bwdtune.gen.config import Config, MmaConfig
 from bwdtune.gen.device import Device
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.space import valid_configs
+from bwdtune.gen.space import all_configs, refusal
 from bwdtune.tuner.verify import INPUTS, Case
 
 HEAD_DIMS = (8, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 200, 256)
@@ -84,8 +85,15 @@ class Kernel:
     cases: tuple[Case, ...]
 
     def config(self, device: Device) -> Config:
-        """One of the valid configurations: any, but always the same one."""
-        return random.Random(self.problem.kind).choice(valid_configs(self.problem, device))
+        """One of the mma family's valid configurations: any, but always the same one."""
+        return random.Random(self.problem.kind).choice(
+            [config for config in _mma_configs() if refusal(self.problem, config, device) is None]
+        )
+
+
+@functools.cache
+def _mma_configs() -> tuple[Config, ...]:
+    return tuple(config for config in all_configs() if isinstance(config, MmaConfig))
 
 
 def matrix() -> tuple[Kernel, ...]:

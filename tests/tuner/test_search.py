@@ -349,7 +349,7 @@ def test_limits_keep_to_the_other_card(database: Path) -> None:
 
 def test_an_emulated_search_ranks_by_cycles(database: Path) -> None:
     """The slower a fake is by time, the fewer cycles it has."""
-    builder, bench = FakeBuilder(), FakeBench(cycles=lambda config: 2e9 / cost_ms(config))
+    builder, bench = FakeBuilder(), FakeBench(cycles=lambda config: 4e9 / cost_ms(config))
     result = run_search(database, builder=builder, bench=bench, trials=20, emulate="sm_120")
     shown = result.to_dict()
     assert (shown["emulate"], shown["limits"], shown["winner"]) == ("sm_120", "sm_120", None)
@@ -396,11 +396,11 @@ def test_presets_that_spill_there_are_emulated_but_not_the_best(database: Path) 
 
 def test_spare_accumulators_may_spill_a_little(database: Path) -> None:
     def spills(config: Config, arch: str) -> int:
-        return 0 if arch == "sm_120a" else EMULATED_SPILL_BOUND_BYTES + (config.block_q == 32)
+        return 0 if arch == "sm_120a" else EMULATED_SPILL_BOUND_BYTES + (config.family != "mma")
 
     result = run_search(database, builder=FakeBuilder(spills=spills), trials=30, emulate="sm_120")
     assert result.counts.measured
-    assert {config.block_q for config, reason in result.failures} == {32}
+    assert {config.family for config, reason in result.failures} == {"mmat"}
 
 
 def test_an_emulated_build_with_fewer_blocks_an_sm_is_refused(database: Path) -> None:
@@ -475,7 +475,7 @@ def test_an_interrupt_keeps_what_was_measured(database: Path, number: signal.Sig
     wait_until_decided(process, 4)
     start = time.monotonic()
     process.send_signal(number)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=30)
     assert time.monotonic() - start < 10
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
@@ -499,7 +499,7 @@ def test_a_kill_loses_the_running_trial_at_most(database: Path) -> None:
     process = start_slow_search(database)
     decided = wait_until_decided(process, 4)
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=30)
     kept = trials(database)
     assert len(kept) >= decided
     assert all(trial.state.is_finished() for trial in kept)
@@ -622,11 +622,12 @@ def test_a_survey_measures_nothing_and_stores_no_winner(database: Path) -> None:
 
     builder = FakeBuilder(spills=spills, broken=lambda config: parameter(config, "swizzle") == 32)
     result = run_search(database, device=RTX_5090, builder=builder, measured=False, trials=40)
+    presets = {name for name, config in PRESETS.items() if refusal(PROBLEM, config, RTX_5090) is None}
     assert result.status == "unmeasured"
     assert result.winner is None
     assert all(row.ms is None and row.config for row in result.rows)
     assert len(result.rows) + result.counts.refused + result.counts.failed == 40
-    assert {row.kernel for row in result.rows} >= {"v1", "v2", "v3", "t64"}
+    assert {row.kernel for row in result.rows} >= presets
     occupancies = [row.occupancy for row in result.rows]
     assert occupancies == sorted(occupancies, key=lambda part: -(part or 0))
     assert any("nothing was verified or timed" in line for line in result.summary())

@@ -1,11 +1,16 @@
-"""Few configurations that together have every value of every parameter of every family."""
+"""Configurations to test with: the presets that a problem has, and few that together have every parameter's values."""
 
 from __future__ import annotations
 
-from bwdtune.gen.config import Config
+from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import Device
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.space import valid_configs
+from bwdtune.gen.space import refusal, valid_configs
+
+
+def valid_presets(problem: Problem, device: Device) -> dict[str, Config]:
+    """The presets that can serve the problem on the device: not each is for every card, mask and head_dim."""
+    return {name: config for name, config in PRESETS.items() if refusal(problem, config, device) is None}
 
 
 def covering_configs(problem: Problem, device: Device) -> tuple[Config, ...]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..gen.device import RTX_5090
 from ..gen.emulation import EMULATED
 from ..gen.errors import UsageError
 
 SAMPLERS = ("tpe", "random", "exhaustive")
 
-LIMITS = {"sm_120": RTX_5090}
-"""Cards whose limits a search on another card can keep to."""
+LIMITS = EMULATED
+"""Cards whose limits a search on another card can keep to: those whose pace it can, as it then keeps to both."""
 
 DEFAULT_TRIALS = 60
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering_configs, valid_presets
 from stub_kernels import stub_library
 
 from bwdtune.gen.build import build
 from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
-from bwdtune.gen.space import refusal, valid_configs
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel
 from bwdtune.tuner.verify import INPUTS, Case, Verifier, cases, head_reference, make_inputs
@@ -159,22 +159,11 @@ def gpu_verifier() -> Verifier:
     return Verifier("cuda:0")
 
 
-def built(problem: Problem, configs: Sequence[Config], arch: str) -> list[Kernel]:
+def built(problem: Problem, configs: Iterable[Config], arch: str) -> list[Kernel]:
     variants = build([render(problem, config) for config in configs], arch)
     for variant in variants:
         assert variant.library, f"{variant.source.name}: {variant.error}"
     return [Kernel.load(variant.library) for variant in variants if variant.library]
-
-
-def covering(configs: Sequence[Config]) -> list[Config]:
-    """Few configurations in which each value of each parameter occurs."""
-    missing = {item for config in configs for item in config.to_dict().items()}
-    chosen = []
-    while missing:
-        best = max(configs, key=lambda config: len(missing & config.to_dict().items()))
-        missing -= best.to_dict().items()
-        chosen.append(best)
-    return chosen
 
 
 @pytest.mark.gpu
@@ -183,9 +172,9 @@ def covering(configs: Sequence[Config]) -> list[Config]:
 @pytest.mark.parametrize("shape", ["1_2_512_64", "1_2_512_128", "1_4_2_512_128"])
 def test_presets_on_a_gpu(gpu_verifier: Verifier, shape: str, dtype: str, causal: bool) -> None:
     problem, device = Problem.parse(shape, dtype=dtype, causal=causal), current_device()
-    presets = [config for config in PRESETS.values() if refusal(problem, config, device) is None]
+    presets = valid_presets(problem, device)
     assert presets
-    for kernel in built(problem, presets, device.arch):
+    for kernel in built(problem, presets.values(), device.arch):
         for record in (gpu_verifier.verify(problem, kernel), gpu_verifier.verify_at(problem, kernel)):
             assert record.passed, f"{kernel.info.config}: {record.reason}"
 
@@ -196,7 +185,7 @@ def test_presets_on_a_gpu(gpu_verifier: Verifier, shape: str, dtype: str, causal
 def test_every_value_of_every_parameter_on_a_gpu(gpu_verifier: Verifier, head_dim: int, causal: bool) -> None:
     problem, device = Problem.parse(f"1_2_512_{head_dim}", causal=causal), current_device()
     failures = []
-    for kernel in built(problem, covering(valid_configs(problem, device)), device.arch):
+    for kernel in built(problem, covering_configs(problem, device), device.arch):
         record = gpu_verifier.verify(problem, kernel)
         if not record.passed:
             failures.append(f"{kernel.info.config}: {record.reason}")

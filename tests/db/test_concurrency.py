@@ -78,13 +78,17 @@ def lock_of_another_process(path: str, kind: str = "IMMEDIATE", at_most_s: float
 
 
 def test_processes_that_make_and_fill_a_database_at_once(database: Path) -> None:
-    """The best of all is the winner, everything else is stored too, and Optuna's tables are made once."""
+    """The winner is known by its newest time, everything else is stored too, and Optuna's tables are made once.
+
+    Each process measures configurations of its own, each of them several times: two that measure the same one at once
+    may propose its times in another order than they stored them in.
+    """
     code = """
 import optuna
 number = int(sys.argv[2])
 study = optuna.create_study(storage=store.optuna_storage(), study_name="a study", load_if_exists=True)
 for step in range(8):
-    config = replace(PRESETS["v1"], stages=1 + step % 3, dq_vector=(1, 2, 4)[number % 3])
+    config = replace(PRESETS["v1"], stages=1 + step % 3, swizzle=(128, 64, 32, 0)[number])
     time_ms = 10 + (number * 7 + step * 5) % 23 + number / 100
     study.tell(study.ask(), time_ms)
     store.set_winner(problem, environment, None, *contender(config, time_ms))
@@ -103,7 +107,7 @@ for step in range(8):
     with contextlib.closing(sqlite3.connect(database)) as connection:
         for table in ("bwdtune_schema_version", "alembic_version", "problems"):
             assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (1,)
-        assert connection.execute("SELECT count(*) FROM configurations").fetchone() == (9,)
+        assert connection.execute("SELECT count(*) FROM configurations").fetchone() == (12,)
 
 
 def test_processes_that_propose_at_once_agree_on_the_best(database: Path) -> None:

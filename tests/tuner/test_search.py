@@ -17,6 +17,7 @@ from pathlib import Path
 import optuna
 import pytest
 import search_fakes
+from covering import valid_presets
 from rich.console import Console
 from search_fakes import (
     ENVIRONMENT,
@@ -86,9 +87,10 @@ def test_only_valid_configurations_and_each_once(database: Path, sampler: str) -
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_presets_are_tried_first(database: Path, sampler: str) -> None:
+    presets = valid_presets(PROBLEM, H200)
     builder = FakeBuilder()
-    run_search(database, builder=builder, trials=4, sampler=sampler)
-    assert {config for config, _ in builder.compiled[:3]} == {V1, V2, V3}
+    run_search(database, builder=builder, trials=len(presets), sampler=sampler)
+    assert {config for config, _ in builder.compiled} == set(presets.values())
 
 
 def test_a_seed_repeats_a_search_however_the_compilers_race(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from .errors import UsageError
+from .problem import FEATURES
 
 MMA_ROWS = 16  # m of mma.m16n8k16
 MMA_COLUMNS = 8  # n
@@ -17,10 +18,19 @@ STAGGERED_WARPS = 8  # two for each of an SM's sub-partitions, which a block's w
 
 @dataclass(frozen=True, order=True)
 class _Parameters:
-    """What the families' configurations share: dataclasses of integers and booleans, each one of declared choices."""
+    """What the families' configurations share: dataclasses of integers and booleans, each one of declared choices.
+
+    Attributes:
+        family: Its name.
+        group: What people call it together with its kin.
+        features: What of `Problem.asked` its template has.
+        abbreviations: Of the parameters, as an id has them.
+        choices: Of the parameters.
+    """
 
     family: ClassVar[str]
     group: ClassVar[str]
+    features: ClassVar[frozenset[str]]
     abbreviations: ClassVar[dict[str, str]]
     choices: ClassVar[dict[str, tuple[int | bool, ...]]]
 
@@ -74,6 +84,7 @@ class MmaConfig(_Parameters):
 
     family: ClassVar[str] = "mma"
     group: ClassVar[str] = "mma"
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     abbreviations: ClassVar[dict[str, str]] = {
         "block_q": "q",
         "block_kv": "kv",
@@ -152,6 +163,7 @@ class TransposedMmaConfig(_Parameters):
 
     family: ClassVar[str] = "mmat"
     group: ClassVar[str] = "mma"
+    features: ClassVar[frozenset[str]] = frozenset()
     abbreviations: ClassVar[dict[str, str]] = {
         "block_q": "q",
         "block_kv": "kv",
@@ -260,6 +272,7 @@ class WgmmaConfig(_Parameters):
 
     family: ClassVar[str] = "wgmma"
     group: ClassVar[str] = "wgmma"
+    features: ClassVar[frozenset[str]] = frozenset()
     abbreviations: ClassVar[dict[str, str]] = {
         "block_q": "q",
         "fold_statistics": "f",

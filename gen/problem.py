@@ -21,6 +21,9 @@ TOP_LEFT, BOTTOM_RIGHT = "top-left", "bottom-right"
 FLAGS = ("bottom_right", "softcap", "varlen", "deterministic")
 """What a problem may ask for besides a mask, and a kernel has to be generated for."""
 
+FEATURES = (WINDOW, *FLAGS)
+"""What a problem may ask for that not every family's template has."""
+
 _KIND_NAMES = {"bottom_right": "br", "softcap": "softcap", "varlen": "varlen", "deterministic": "det"}
 
 
@@ -154,6 +157,11 @@ class Problem:
         if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
             return WINDOW
         return CAUSAL if self.causal else FULL
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Which of `FEATURES` it asks for."""
+        return tuple(name for name in FEATURES if (self.mask == WINDOW if name == WINDOW else getattr(self, name)))
 
     @property
     def right(self) -> int:

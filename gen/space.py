@@ -12,7 +12,7 @@ from typing import Any
 from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from .device import Device
 from .errors import UsageError
-from .problem import FLAGS, WINDOW, Problem
+from .problem import Problem
 from .render import template_hash
 from .resources import FRAGMENT_COLUMNS, blocks_per_sm, columns_per_warp, estimate, key_group_warps
 
@@ -31,7 +31,7 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
         return f"{config.threads} threads: a block has at most {device.max_threads_per_block}"
     if reason := config.contradiction(vars(config)):
         return reason
-    if not isinstance(config, MmaConfig) and (reason := _plain_refusal(problem, config)):
+    if reason := _feature_refusal(problem, config):
         return reason
     if isinstance(config, TransposedMmaConfig):
         reason = _transposed_refusal(problem.head_dim, config)
@@ -67,11 +67,14 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
     return None
 
 
-def _plain_refusal(problem: Problem, config: Config) -> str | None:
-    """What a problem asks for that only the ``mma`` family's template has."""
-    asked = [WINDOW] if problem.mask == WINDOW else []
-    asked += [name.replace("_", "-") for name in FLAGS if getattr(problem, name)]
-    return f"the {config.family} kernels have no {' and no '.join(asked)}: the mma kernels do" if asked else None
+def _feature_refusal(problem: Problem, config: Config) -> str | None:
+    """What a problem asks for that the family's template does not have."""
+    lacking = [name for name in problem.asked if name not in config.features]
+    if not lacking:
+        return None
+    others = [family for family, config_type in FAMILIES.items() if set(problem.asked) <= config_type.features]
+    named = " and no ".join(name.replace("_", "-") for name in lacking)
+    return f"the {config.family} kernels have no {named}: the {' and '.join(others)} kernels do"
 
 
 def _mma_refusal(head_dim: int, config: MmaConfig) -> str | None:

@@ -1,7 +1,7 @@
 """Thousands of problems that a kernel must compute, ordered by the kernel that computes them, so that compiles are few.
 
-A product of head_dims, masks and features gives the kernels; lengths that do not fill tiles, grouped heads, limits of
-windows, layouts and contents give each of them its cases.
+A product of families, head_dims, masks and features gives the kernels; lengths that do not fill tiles, grouped heads,
+limits of windows, layouts and contents give each of them its cases.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bwdtune.gen.config import Config, MmaConfig
-from bwdtune.gen.device import Device
+from bwdtune.gen.config import FAMILIES, Config, MmaConfig
+from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.space import all_configs, refusal
 from bwdtune.tuner.verify import INPUTS, Case
@@ -77,27 +77,40 @@ class Kernel:
     """One kernel and what it is checked on.
 
     Attributes:
+        family: Whose it is.
         problem: Its kind.
         cases: Problems of that kind.
     """
 
+    family: str
     problem: Problem
-    cases: tuple[Case, ...]
+    cases: tuple[Case, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}_{self.problem.kind}"
 
     def config(self, device: Device) -> Config:
-        """One of the mma family's valid configurations: any, but always the same one."""
-        return random.Random(self.problem.kind).choice(
-            [config for config in _mma_configs() if refusal(self.problem, config, device) is None]
-        )
+        """One of the family's valid configurations: any, but always the same one."""
+        config = _any_config(self.family, self.problem, device)
+        assert config, f"the {self.family} family has no configuration for {self.problem.kind}"
+        return config
 
 
 @functools.cache
-def _mma_configs() -> tuple[Config, ...]:
-    return tuple(config for config in all_configs() if isinstance(config, MmaConfig))
+def _configs(family: str) -> tuple[Config, ...]:
+    return tuple(config for config in all_configs() if config.family == family)
+
+
+@functools.cache
+def _any_config(family: str, problem: Problem, device: Device) -> Config | None:
+    configs = _configs(family)
+    drawn = random.Random(problem.kind).sample(configs, len(configs))
+    return next((config for config in drawn if refusal(problem, config, device) is None), None)
 
 
 def matrix() -> tuple[Kernel, ...]:
-    """All of them, in a fixed order."""
+    """All of them, in a fixed order: of the mma family, which has every feature, and of the others with a feature."""
     kinds = [
         (head_dim, mask, features)
         for head_dim, mask, features in itertools.product(HEAD_DIMS, MASKS, FEATURES)
@@ -107,7 +120,13 @@ def matrix() -> tuple[Kernel, ...]:
         Problem(("bf16", "fp16")[number % 2], 1, 1, 1, 256, 256, head_dim, **mask, **features)
         for number, (head_dim, mask, features) in enumerate(kinds)
     ]
-    return tuple(Kernel(problem, tuple(_cases(problem))) for problem in problems)
+    return tuple(
+        Kernel(family, problem, tuple(_cases(problem)))
+        for family, config_type in FAMILIES.items()
+        for problem in problems
+        if family == MmaConfig.family
+        or (problem.asked and set(problem.asked) <= config_type.features and _any_config(family, problem, HOST))
+    )
 
 
 def _cases(problem: Problem) -> Iterator[Case]:

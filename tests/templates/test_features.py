@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from bwdtune.gen.build import build
-from bwdtune.gen.config import PRESETS, Config, MmaConfig
+from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
@@ -39,42 +40,54 @@ def wrong(kernels: Sequence[feature_matrix.Kernel], verifier: Verifier, device: 
 
 def test_the_matrix_has_every_mask_with_every_feature_and_thousands_of_cases() -> None:
     assert sum(len(kernel.cases) for kernel in MATRIX) >= 2000
-    assert len({kernel.problem.kind for kernel in MATRIX}) == len(MATRIX)
+    assert len({kernel.name for kernel in MATRIX}) == len(MATRIX)
     assert all(case.problem.kind == kernel.problem.kind for kernel in MATRIX for case in kernel.cases)
     assert {kernel.problem.head_dim for kernel in MATRIX} >= {32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}
 
 
 # A stride that is prime to the numbers of masks and of features walks through all of both.
-@pytest.mark.parametrize("kernel", MATRIX[::11], ids=lambda kernel: kernel.problem.kind)
+@pytest.mark.parametrize("kernel", MATRIX[::11], ids=lambda kernel: kernel.name)
 def test_a_sample_on_the_host(kernel: feature_matrix.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BWDTUNE_HOST_RACECHECK", "1")
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", "2")
     small = tuple(case for case in kernel.cases if sum(case.positions) <= 400)
-    assert not wrong([feature_matrix.Kernel(kernel.problem, small[:5])], Verifier("cpu"), HOST)
+    assert not wrong([replace(kernel, cases=small[:5])], Verifier("cpu"), HOST)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_all_of_it_on_the_gpu(head_dim: int) -> None:
-    kernels = [kernel for kernel in MATRIX if kernel.problem.head_dim == head_dim]
-    assert not wrong(kernels, Verifier("cuda"), current_device())
+    device = current_device()
+    kernels = [
+        kernel
+        for kernel in MATRIX
+        if kernel.problem.head_dim == head_dim and (kernel.family != WgmmaConfig.family or device.has_wgmma)
+    ]
+    assert not wrong(kernels, Verifier("cuda"), device)
 
 
 WINDOW = {"window_left": 200, "window_right": 100}
-DETERMINISTIC = [
+DETERMINISTIC_PROBLEMS = [
     Problem("bf16", 4, 8, 4, 1500, 1300, 64, **{**mask, **(WINDOW if "window_left" in mask else {})}, **packed)
     for mask in MASKS
     for packed in ({"deterministic": True}, {"deterministic": True, "varlen": True})
 ]
+DETERMINISTIC = [
+    feature_matrix.Kernel(family, problem)
+    for family, config_type in FAMILIES.items()
+    for problem in DETERMINISTIC_PROBLEMS
+    if set(problem.asked) <= config_type.features
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("problem", DETERMINISTIC, ids=lambda problem: problem.kind)
-def test_the_same_bits_fifty_times(problem: Problem) -> None:
+@pytest.mark.parametrize("drawn", DETERMINISTIC, ids=lambda drawn: drawn.name)
+def test_the_same_bits_fifty_times(drawn: feature_matrix.Kernel) -> None:
     """Many more blocks than fit at a time, next to other work on another stream, so that their order varies."""
-    device = current_device()
-    config = feature_matrix.Kernel(problem, ()).config(device)
-    (variant,) = build([render(problem, config)], device.arch)
+    device, problem = current_device(), drawn.problem
+    if drawn.family == WgmmaConfig.family and not device.has_wgmma:
+        pytest.skip(f"{device.name} has no wgmma")
+    (variant,) = build([render(problem, drawn.config(device))], device.arch)
     assert variant.library, variant.error
     kernel, case = Kernel.load(variant.library), Case(problem, "normal")
     inputs = make_inputs(case, torch.device("cuda"))

@@ -15,6 +15,7 @@ from bwdtune.db.records import Environment, GpuKey
 from bwdtune.db.shipped import Shipped, read_shipped, write_shipped
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render
 
 H200 = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.13.0")
 MEASURED = Shipped(
@@ -46,6 +47,12 @@ def test_the_packages_own_table_makes_sense(caplog: pytest.LogCaptureFixture) ->
     table = Path(shipped.__file__).with_name("shipped.json")
     assert len(read_shipped(table)) == len(json.loads(table.read_text())["rows"])
     assert not caplog.records
+
+
+@pytest.mark.parametrize("row", read_shipped(), ids=lambda row: f"{row.problem.label}, {row.kind}")
+def test_the_packages_own_table_is_of_the_templates_as_they_are(row: Shipped) -> None:
+    """Dispatch uses no row of another kernel than was measured."""
+    assert render(row.problem, row.config).hash == row.source_hash
 
 
 @pytest.mark.parametrize(

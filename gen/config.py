@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 from .errors import UsageError
@@ -26,6 +26,8 @@ class _Parameters:
         features: What of `Problem.asked` its template has.
         abbreviations: Of the parameters, as an id has them.
         choices: Of the parameters.
+        ungated: Parameters that no arithmetic depends on: configurations that differ in these alone are valid together,
+            unless they contradict themselves.
     """
 
     family: ClassVar[str]
@@ -33,6 +35,7 @@ class _Parameters:
     features: ClassVar[frozenset[str]]
     abbreviations: ClassVar[dict[str, str]]
     choices: ClassVar[dict[str, tuple[int | bool, ...]]]
+    ungated: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         for name, allowed in self.choices.items():
@@ -61,7 +64,7 @@ class _Parameters:
 
     def to_dict(self) -> dict[str, Any]:
         """The parameters by name, with the family: what is stored."""
-        return {"family": self.family, **asdict(self)}
+        return {"family": self.family, **vars(self)}
 
 
 @dataclass(frozen=True, order=True)
@@ -109,6 +112,7 @@ class MmaConfig(_Parameters):
         "dq_vector": (1, 2, 4),
         "unroll_dq": (False, True),
     }
+    ungated: ClassVar[frozenset[str]] = frozenset({"dq_vector", "unroll_dq"})
 
     block_q: int
     block_kv: int
@@ -200,6 +204,7 @@ class TransposedMmaConfig(_Parameters):
         "min_blocks_per_sm": (1, 2),
         "head_group": (2, 4, 8),
     }
+    ungated: ClassVar[frozenset[str]] = frozenset({"p_in_fp16", "dv_first", "staggered", "head_group"})
 
     block_q: int
     block_kv: int
@@ -293,6 +298,7 @@ class WgmmaConfig(_Parameters):
         "copies": (1, 2),
         "head_group": (4, 8, 16),
     }
+    ungated: ClassVar[frozenset[str]] = frozenset({"lag_dq", "resync", "copies", "head_group"})
     threads: ClassVar[int] = 384
     block_kv: ClassVar[int] = 128
 

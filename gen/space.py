@@ -6,7 +6,9 @@ import functools
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
@@ -142,25 +144,42 @@ def _idle_warp(gradient: str, head_dim: int, warps: int) -> str | None:
     return None
 
 
+def _points(family: type[Config]) -> Iterator[dict[str, Any]]:
+    """Every combination of a family's choices that does not contradict itself, in a fixed order."""
+    for point in itertools.product(*family.choices.values()):
+        values = dict(zip(family.choices, point, strict=True))
+        if family.contradiction(values) is None:
+            yield values
+
+
 def all_configs() -> Iterator[Config]:
     """Every point of every family that does not contradict itself, valid or not, in a fixed order."""
-    for config_type in FAMILIES.values():
-        for point in itertools.product(*config_type.choices.values()):
-            values: dict[str, Any] = dict(zip(config_type.choices, point, strict=True))
-            if config_type.contradiction(values) is None:
-                yield config_type.of_choices(values)
+    for family in FAMILIES.values():
+        for values in _points(family):
+            yield family.of_choices(values)
 
 
 @functools.lru_cache(maxsize=8)
-def _judged(problem: Problem, device: Device) -> tuple[tuple[Config, ...], dict[Config, str]]:
-    """Every point, in one pass: the valid ones, and the others with their reasons."""
-    valid, refused = [], {}
-    for config in all_configs():
-        reason = refusal(problem, config, device)
-        if reason is None:
-            valid.append(config)
-        else:
-            refused[config] = reason
+def _judged(problem: Problem, device: Device) -> tuple[tuple[Config, ...], Counter[str]]:
+    """Every point, in one pass: the valid ones, and how many others are refused for which reason.
+
+    There are hundreds of thousands, and a search waits for this: what arithmetic does not depend on is passed over in
+    judging, and no configuration is made of what is refused.
+    """
+    valid: list[Config] = []
+    refused: Counter[str] = Counter()
+    for family in FAMILIES.values():
+        gated = itemgetter(*(name for name in family.choices if name not in family.ungated))
+        reasons: dict[Any, str | None] = {}
+        for values in _points(family):
+            key = gated(values)
+            if key not in reasons:
+                reasons[key] = refusal(problem, family.of_choices(values), device)
+            reason = reasons[key]
+            if reason is None:
+                valid.append(family.of_choices(values))
+            else:
+                refused[reason] += 1
     return tuple(valid), refused
 
 
@@ -178,8 +197,8 @@ def valid_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     return found
 
 
-def refused_configs(problem: Problem, device: Device) -> dict[Config, str]:
-    """The points that arithmetic refuses, each with its reason."""
+def refusals(problem: Problem, device: Device) -> Counter[str]:
+    """The reasons for which arithmetic refuses points, with their numbers."""
     return _judged(problem, device)[1]
 
 

@@ -20,7 +20,7 @@ from ..gen.emulation import emulation
 from ..gen.problem import Problem
 from ..gen.render import Source, render, template_hash
 from ..gen.resources import blocks_per_sm, estimate, occupancy
-from ..gen.space import refused_configs, valid_configs
+from ..gen.space import refusals, valid_configs
 from .compilers import Compilers
 from .interrupts import Interrupts
 from .options import LIMITS, SearchOptions
@@ -109,12 +109,12 @@ class CandidateSearch(ABC):
         if options.emulate:
             emulation(options.emulate, device)  # refuses a card that cannot
         self.configs = valid_configs(problem, self.space_device)
-        refused = refused_configs(problem, self.space_device)
-        self.counts = Counts(valid=len(self.configs), refused_by_arithmetic=len(refused))
+        refused = refusals(problem, self.space_device)
+        self.counts = Counts(valid=len(self.configs), refused_by_arithmetic=refused.total())
         self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed
         self.notes: list[str] = []
         self.best: tuple[Config, float] | None = None
-        self._refusals = kinds_of_refusal(refused.values(), self.space_device)
+        self._refusals = kinds_of_refusal(refused, self.space_device)
         self._failures: dict[Config, str] = {}
         self._builder, self._progress = builder, progress
         self._interrupts = Interrupts()

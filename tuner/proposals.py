@@ -101,7 +101,7 @@ class Proposals:
         """
         if not self._sampler.take(config):
             return False
-        self._study.add_trial(_finished_trial(config, outcome))
+        self._study.add_trial(_finished_trial(_parameters(config), outcome))
         return True
 
     def next(self) -> Proposal | None:
@@ -161,7 +161,14 @@ class StudyLog:
         if not outcome.lasting:
             return
         with _one_line_errors():
-            self._study.add_trial(_finished_trial(config, outcome, self._conditions))
+            self._study.add_trial(_finished_trial(config.to_dict(), outcome, self._trial_attributes(config, outcome)))
+
+    def _trial_attributes(self, config: Config, outcome: Outcome) -> dict[str, str]:
+        return {
+            _CONFIG_ATTRIBUTE: config.id,
+            _REASON_ATTRIBUTE: outcome.reason,
+            _CONDITIONS_ATTRIBUTE: self._conditions,
+        }
 
 
 @contextmanager
@@ -192,17 +199,16 @@ def _outcome(trial: FrozenTrial) -> Outcome:
     return Outcome(_OUTCOME_STATES[trial.state], reason=trial.user_attrs.get(_REASON_ATTRIBUTE, ""))
 
 
-def _finished_trial(config: Config, outcome: Outcome, conditions: str = "") -> FrozenTrial:
+def _finished_trial(
+    parameters: dict[str, Any], outcome: Outcome, attributes: dict[str, str] | None = None
+) -> FrozenTrial:
+    distributions = _distributions()
     return create_trial(
         state=_STATES[outcome.state],
         value=outcome.cost,
-        params=_parameters(config),
-        distributions=_distributions(),
-        user_attrs={
-            _CONFIG_ATTRIBUTE: config.id,
-            _REASON_ATTRIBUTE: outcome.reason,
-            _CONDITIONS_ATTRIBUTE: conditions,
-        },
+        params=parameters,
+        distributions={name: distributions[name] for name in parameters},
+        user_attrs=attributes,
     )
 
 
@@ -225,7 +231,12 @@ def _parameters(config: Config) -> dict[str, Any]:
 
     TPE learns from trials that have every parameter; what never varies within a family tells it nothing there.
     """
-    return {name: values[0] for name, values in _choices().items()} | config.to_dict()
+    return _first_choices() | config.to_dict()
+
+
+@cache
+def _first_choices() -> dict[str, Any]:
+    return {name: values[0] for name, values in _choices().items()}
 
 
 def _config_of(parameters: Mapping[str, Any]) -> Config:
@@ -239,6 +250,7 @@ def _config_of(parameters: Mapping[str, Any]) -> Config:
     return config_from_dict({name: value for name, value in parameters.items() if name in names})
 
 
+@cache
 def _distributions() -> dict[str, BaseDistribution]:
     return {name: CategoricalDistribution(values) for name, values in _choices().items()}
 
@@ -317,4 +329,9 @@ def _make_tpe(seed: int | None) -> TPESampler:
 
 def _positions(values: Mapping[str, Any]) -> list[int]:
     """Each parameter's place among its choices."""
-    return [choices.index(values[name]) for name, choices in _choices().items()]
+    return [places[values[name]] for name, places in _places().items()]
+
+
+@cache
+def _places() -> dict[str, dict[Any, int]]:
+    return {name: {value: place for place, value in enumerate(choices)} for name, choices in _choices().items()}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -292,10 +291,10 @@ class SearchResult:
         ]
 
 
-def kinds_of_refusal(reasons: Iterable[str], device: Device) -> dict[str, int]:
+def kinds_of_refusal(reasons: Mapping[str, int], device: Device) -> dict[str, int]:
     """Counts refusals that differ in their numbers only as one kind, the most frequent first."""
     kinds: dict[str, int] = {}
-    for reason, count in Counter(reasons).items():
+    for reason, count in reasons.items():
         kind = re.sub(r"\d[\d,.]*\d|\d", "N", reason.replace(device.name, "the card"))
         kinds[kind] = kinds.get(kind, 0) + count
     return dict(sorted(kinds.items(), key=lambda item: -item[1]))

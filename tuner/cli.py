@@ -5,17 +5,18 @@ A command imports what it needs when it runs, so that help and complaints about 
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ..db.records import Environment, Winner
     from .worker import Worker
 
+_R = TypeVar("_R")
+
 INTERRUPTED = 130
 _PLAIN_WIDTH = 240  # of tables that go to a file or a pipe, where nothing should be cut
 _EXAMPLE_SHAPE = "8_16_4096_128"
@@ -47,21 +50,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ShapeOption = Annotated[
-    str, typer.Option("--shape", help="B_H_S_D, or B_HQ_HKV_S_D for grouped queries; S may be SQxSKV.")
-]
-CausalOption = Annotated[bool, typer.Option("--causal", help="A query sees no key past its diagonal.")]
-WindowOption = Annotated[
-    str | None,
-    typer.Option("--window", help="LEFT,RIGHT: keys before and past its diagonal that a query sees; -1: all."),
-]
-AlignmentOption = Annotated[
-    str, typer.Option("--alignment", help="Of the diagonal where Sq and Skv differ: top-left or bottom-right.")
-]
-SoftcapOption = Annotated[bool, typer.Option("--softcap", help="Scores are capped: c * tanh(score / c).")]
-VarlenOption = Annotated[bool, typer.Option("--varlen", help="Packed sequences of several lengths, B of them up to S.")]
-DeterministicOption = Annotated[bool, typer.Option("--deterministic", help="Gradients are the same bits at each call.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="bf16 or fp16.")]
 DatabaseOption = Annotated[
     str | None, typer.Option("--db", help="Database file or URL (default: BWDTUNE_DB, else in the user's data).")
 ]
@@ -78,6 +66,75 @@ EmulateOption = Annotated[
 ]
 ArchOption = Annotated[str | None, typer.Option("--arch", help="Compile target, such as sm_120a (default: the GPU's).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _problem(
+    shape: Annotated[
+        str, typer.Option("--shape", help="B_H_S_D, or B_HQ_HKV_S_D for grouped queries; S may be SQxSKV.")
+    ],
+    causal: Annotated[bool, typer.Option("--causal", help="A query sees no key past its diagonal.")] = False,
+    window: Annotated[
+        str | None,
+        typer.Option("--window", help="LEFT,RIGHT: keys before and past its diagonal that a query sees; -1: all."),
+    ] = None,
+    alignment: Annotated[
+        str, typer.Option("--alignment", help="Of the diagonal where Sq and Skv differ: top-left or bottom-right.")
+    ] = TOP_LEFT,
+    softcap: Annotated[bool, typer.Option("--softcap", help="Scores are capped: c * tanh(score / c).")] = False,
+    varlen: Annotated[
+        bool, typer.Option("--varlen", help="Packed sequences of several lengths, B of them up to S.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Gradients are the same bits at each call.")
+    ] = False,
+    dtype: Annotated[str, typer.Option("--dtype", help="bf16 or fp16.")] = "bf16",
+) -> Problem:
+    """The problem that these options describe."""
+    left, right = UNLIMITED, UNLIMITED
+    if window is not None:
+        limits = re.fullmatch(r"(-1|\d+),(-1|\d+)", window, re.ASCII)
+        if not limits:
+            raise UsageError(f"malformed window {window!r}: write LEFT,RIGHT, such as 1024,0 or -1,128")
+        left, right = int(limits[1]), int(limits[2])
+    if alignment not in (TOP_LEFT, BOTTOM_RIGHT):
+        raise UsageError(f"unknown alignment {alignment!r}: use {TOP_LEFT} or {BOTTOM_RIGHT}")
+    return Problem.parse(
+        shape,
+        dtype=dtype,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        bottom_right=alignment == BOTTOM_RIGHT,
+        softcap=softcap,
+        varlen=varlen,
+        deterministic=deterministic,
+    )
+
+
+def _of_a_problem(default_shape: str | None = None) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
+    """Has a command take the options that describe a problem, in place of its first parameter, the `Problem`.
+
+    Args:
+        default_shape: Of a command that can do without a shape.
+    """
+
+    def decorate(command: Callable[..., _R]) -> Callable[..., _R]:
+        described = inspect.signature(_problem, eval_str=True).parameters
+        shape = described["shape"] if default_shape is None else described["shape"].replace(default=default_shape)
+        _, *others = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [shape, *list(described.values())[1:], *others]
+
+        def with_options(**given: Any) -> _R:
+            return command(_problem(**{name: given.pop(name) for name in described}), **given)
+
+        # All that typer looks at; only keywords may follow in any order, with defaults or without.
+        with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
+        with_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters]
+        )
+        return with_options
+
+    return decorate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,15 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @app.command()
+@_of_a_problem()
 def search(
-    shape: ShapeOption,
-    causal: CausalOption = False,
-    window: WindowOption = None,
-    alignment: AlignmentOption = TOP_LEFT,
-    softcap: SoftcapOption = False,
-    varlen: VarlenOption = False,
-    deterministic: DeterministicOption = False,
-    dtype: DtypeOption = "bf16",
+    problem: Problem,
     trials: Annotated[int, typer.Option("--trials", help="Candidates to decide.")] = DEFAULT_TRIALS,
     time: Annotated[float | None, typer.Option("--time", help="Begin no candidate after so many seconds.")] = None,
     sampler: Annotated[str, typer.Option("--sampler", help="tpe, random or exhaustive.")] = "tpe",
@@ -126,7 +177,6 @@ def search(
     Without a GPU, or for another card's --arch, candidates are generated, compiled and listed, and nothing is timed.
     With --emulate the best candidate is stored as the best emulated one, and wins nothing.
     """
-    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     options = SearchOptions(sampler=sampler, seed=seed, trials=trials, time_s=time, limits=limits, emulate=emulate)
     from ..db.store import Store
     from ..gen.build import build
@@ -178,16 +228,10 @@ def search(
 
 
 @app.command()
+@_of_a_problem()
 def verify(
-    shape: ShapeOption,
+    problem: Problem,
     config: Annotated[str, typer.Option("--config", help="v1, v2, v3, or a configuration's id.")],
-    causal: CausalOption = False,
-    window: WindowOption = None,
-    alignment: AlignmentOption = TOP_LEFT,
-    softcap: SoftcapOption = False,
-    varlen: VarlenOption = False,
-    deterministic: DeterministicOption = False,
-    dtype: DtypeOption = "bf16",
     arch: Annotated[str | None, typer.Option("--arch", help="host runs it on the CPU (default: the GPU's).")] = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
@@ -196,7 +240,6 @@ def verify(
     from ..runtime.gpu import current_device
     from .check import check
 
-    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     chosen = parse_config(config)
     device = HOST if arch == HOST_ARCH else current_device()
     if arch is not None and device_for_arch(arch).arch != device.arch:
@@ -233,15 +276,9 @@ def list_(database: DatabaseOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+@_of_a_problem()
 def show(
-    shape: ShapeOption,
-    causal: CausalOption = False,
-    window: WindowOption = None,
-    alignment: AlignmentOption = TOP_LEFT,
-    softcap: SoftcapOption = False,
-    varlen: VarlenOption = False,
-    deterministic: DeterministicOption = False,
-    dtype: DtypeOption = "bf16",
+    problem: Problem,
     database: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -249,7 +286,6 @@ def show(
     from ..db.store import Store
     from .history import history_tables, history_to_dict
 
-    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     with closing(Store.open(database, read_only=True)) as store:
         history = store.show(problem)
     nothing = f"nothing is stored of {problem.label}: `tuner search` finds something"
@@ -257,20 +293,14 @@ def show(
 
 
 @app.command()
+@_of_a_problem()
 def bench(
-    shape: ShapeOption,
+    problem: Problem,
     kernels: Annotated[
         list[str] | None,
         typer.Option("--kernel", help="cudnn, fa, v1, v2, v3, best, a family (mma), or an id; may be repeated."),
     ] = None,
     direction: Annotated[str, typer.Option("--direction", help="Only backward is timed.")] = "backward",
-    causal: CausalOption = False,
-    window: WindowOption = None,
-    alignment: AlignmentOption = TOP_LEFT,
-    softcap: SoftcapOption = False,
-    varlen: VarlenOption = False,
-    deterministic: DeterministicOption = False,
-    dtype: DtypeOption = "bf16",
     limits: LimitsOption = None,
     emulate: EmulateOption = None,
     cycles: Annotated[bool, typer.Option("--cycles", help="Have our kernels count their cycles.")] = False,
@@ -285,7 +315,6 @@ def bench(
     from .bench import DEFAULT_EMULATED_KERNELS, DEFAULT_KERNELS, check_kernels
     from .bench import bench as race
 
-    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     names = kernels or (DEFAULT_EMULATED_KERNELS if emulate else DEFAULT_KERNELS)
     check_kernels(names, direction, limits, emulate)
     device = current_device()
@@ -311,15 +340,9 @@ def bench(
 
 
 @app.command()
+@_of_a_problem()
 def roofline(
-    shape: ShapeOption,
-    causal: CausalOption = False,
-    window: WindowOption = None,
-    alignment: AlignmentOption = TOP_LEFT,
-    softcap: SoftcapOption = False,
-    varlen: VarlenOption = False,
-    deterministic: DeterministicOption = False,
-    dtype: DtypeOption = "bf16",
+    problem: Problem,
     arch: ArchOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -327,22 +350,15 @@ def roofline(
     from .roofline import roofline as draw
     from .roofline import target_device
 
-    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     found = draw(problem, target_device(arch))
     _print(found.to_dict(), [found.table()], as_json)
 
 
-@app.command()
-def inspect(
+@app.command("inspect")
+@_of_a_problem(_EXAMPLE_SHAPE)
+def inspect_(
+    problem: Problem,
     config: Annotated[str, typer.Option("--config", help="v1, v2, v3, or a configuration's id.")],
-    shape: ShapeOption = _EXAMPLE_SHAPE,
-    causal: CausalOption = False,
-    window: WindowOption = None,
-    alignment: AlignmentOption = TOP_LEFT,
-    softcap: SoftcapOption = False,
-    varlen: VarlenOption = False,
-    deterministic: DeterministicOption = False,
-    dtype: DtypeOption = "bf16",
     arch: ArchOption = None,
     cache: CacheOption = None,
     source: Annotated[bool, typer.Option("--source", help="Print the generated source.")] = False,
@@ -353,7 +369,6 @@ def inspect(
     from . import inspect as inspection
     from .roofline import target_device
 
-    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     found = inspection.inspect(problem, parse_config(config), target_device(arch), cache=cache)
     if source:
         print(found.variant.source.text)
@@ -365,16 +380,10 @@ def inspect(
 
 
 @app.command()
+@_of_a_problem()
 def profile(
-    shape: ShapeOption,
+    problem: Problem,
     kernel: Annotated[str, typer.Option("--kernel", help="v1, v2, v3, best, or a configuration's id.")],
-    causal: CausalOption = False,
-    window: WindowOption = None,
-    alignment: AlignmentOption = TOP_LEFT,
-    softcap: SoftcapOption = False,
-    varlen: VarlenOption = False,
-    deterministic: DeterministicOption = False,
-    dtype: DtypeOption = "bf16",
     limits: LimitsOption = None,
     database: DatabaseOption = None,
     cache: CacheOption = None,
@@ -384,7 +393,6 @@ def profile(
     from ..runtime.gpu import current_device
     from .profile import profile as measure
 
-    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     chosen = None if kernel == "best" else parse_config(kernel)
     device = current_device()
     config = chosen or _stored_winner(problem, database, limits, device.arch).config
@@ -393,16 +401,10 @@ def profile(
 
 
 @app.command()
+@_of_a_problem(_EXAMPLE_SHAPE)
 def export(
+    problem: Problem,
     output: Annotated[Path, typer.Option("-o", "--output", help="The directory to write.")],
-    shape: ShapeOption = _EXAMPLE_SHAPE,
-    causal: CausalOption = False,
-    window: WindowOption = None,
-    alignment: AlignmentOption = TOP_LEFT,
-    softcap: SoftcapOption = False,
-    varlen: VarlenOption = False,
-    deterministic: DeterministicOption = False,
-    dtype: DtypeOption = "bf16",
     config: Annotated[
         str | None, typer.Option("--config", help="Export this one (default: the stored winner).")
     ] = None,
@@ -414,7 +416,6 @@ def export(
     """Write a kernel as plain CUDA: source, header, CMake file, example and README."""
     from .export import export_config, export_winner
 
-    problem = _problem(shape, dtype, causal, window, alignment, softcap, varlen, deterministic)
     if config is not None:
         from .roofline import target_device
 
@@ -449,38 +450,6 @@ def ship(
     }
     _print(data, [shipped_table(written.rows), *written.left_out, f"written to {written.path}"], as_json)
     return 0
-
-
-def _problem(
-    shape: str,
-    dtype: str,
-    causal: bool,
-    window: str | None,
-    alignment: str,
-    softcap: bool,
-    varlen: bool,
-    deterministic: bool,
-) -> Problem:
-    """The problem that a command's options describe."""
-    left, right = UNLIMITED, UNLIMITED
-    if window is not None:
-        limits = re.fullmatch(r"(-1|\d+),(-1|\d+)", window, re.ASCII)
-        if not limits:
-            raise UsageError(f"malformed window {window!r}: write LEFT,RIGHT, such as 1024,0 or -1,128")
-        left, right = int(limits[1]), int(limits[2])
-    if alignment not in (TOP_LEFT, BOTTOM_RIGHT):
-        raise UsageError(f"unknown alignment {alignment!r}: use {TOP_LEFT} or {BOTTOM_RIGHT}")
-    return Problem.parse(
-        shape,
-        dtype=dtype,
-        causal=causal,
-        window_left=left,
-        window_right=right,
-        bottom_right=alignment == BOTTOM_RIGHT,
-        softcap=softcap,
-        varlen=varlen,
-        deterministic=deterministic,
-    )
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -202,21 +201,21 @@ def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale
 def _flash_band(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int, right: int, bottom_right: bool, scale: float
 ) -> Forward:
-    """FlashAttention with a window, which it aligns bottom-right."""
-    rows, keys, left, right = (
-        (q.shape[2], k.shape[2], left, right) if bottom_right else as_bottom_right(q.shape[2], k.shape[2], left, right)
-    )
+    """FlashAttention with a window, which it aligns bottom-right; of no more queries than keys."""
+    rows, keys = q.shape[2], k.shape[2]
+    if not bottom_right:
+        keys, left, right = as_bottom_right(rows, keys, left, right)
     # Its tensors are (B, S, H, D); with limits given, its `is_causal` only repeats that of the right one.
-    seen = [tensor[:, :, :length].transpose(1, 2) for tensor, length in ((q, rows), (k, keys), (v, keys))]
+    seen = [tensor.transpose(1, 2) for tensor in (q, k[:, :, :keys], v[:, :, :keys])]
     output, lse, state, unused, _ = _aten._flash_attention_forward(
         *seen, None, None, rows, keys, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right
     )
 
     def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
         q, k, v, output, lse, state, unused = saved
-        seen = [tensor[:, :, :length].transpose(1, 2) for tensor, length in ((q, rows), (k, keys), (v, keys))]
+        seen = [tensor.transpose(1, 2) for tensor in (q, k[:, :, :keys], v[:, :, :keys])]
         found = _aten._flash_attention_backward(
-            dout[:, :, :rows].transpose(1, 2),
+            dout.transpose(1, 2),
             *seen,
             output,
             lse,
@@ -232,38 +231,30 @@ def _flash_band(
             window_size_left=left,
             window_size_right=right,
         )
-        dq, dk, dv = (
-            _padded(gradient.transpose(1, 2), tensor.shape[2], 0.0)
-            for gradient, tensor in zip(found, (q, k, v), strict=True)
-        )
-        return dq, dk, dv
+        dq, dk, dv = (gradient.transpose(1, 2) for gradient in found)
+        return dq, _padded(dk, k.shape[2]), _padded(dv, v.shape[2])
 
-    whole = _padded(output.transpose(1, 2), q.shape[2], 0.0)
-    return Forward(
-        whole, _padded(lse, q.shape[2], math.inf).contiguous(), (q, k, v, output, lse, state, unused), gradients
-    )
+    return Forward(output.transpose(1, 2), lse.contiguous(), (q, k, v, output, lse, state, unused), gradients)
 
 
-def as_bottom_right(seqlen_q: int, seqlen_kv: int, left: int, right: int) -> tuple[int, int, int, int]:
-    """A window that is aligned top-left, as one that is aligned bottom-right: of fewer rows and keys.
+def as_bottom_right(seqlen_q: int, seqlen_kv: int, left: int, right: int) -> tuple[int, int, int]:
+    """A window that is aligned top-left, as one that is aligned bottom-right: of fewer keys.
 
-    Queries past the last key's window see nothing, and keys past the last query's window are not seen: without them,
-    the two alignments differ by a shift of the limits that leaves none of them negative.
+    Keys past the last query's window are not seen: without them, the two alignments differ by a shift of the limits
+    that leaves none of them negative.
 
     Args:
         seqlen_q: Sq.
-        seqlen_kv: Skv.
+        seqlen_kv: Skv, no less.
         left: Keys before the diagonal that are seen, or -1 for all.
         right: Keys past it.
 
     Returns:
-        The number of queries and of keys that count, and the limits.
+        The number of keys that count, and the limits.
     """
     keys = seqlen_kv if right == UNLIMITED else min(seqlen_kv, seqlen_q + right)
-    rows = seqlen_q if left == UNLIMITED else min(seqlen_q, keys + left)
-    diagonal = keys - rows
+    diagonal = keys - seqlen_q
     return (
-        rows,
         keys,
         UNLIMITED if left == UNLIMITED else left + diagonal,
         UNLIMITED if right == UNLIMITED else right - diagonal,
@@ -330,12 +321,10 @@ def deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _padded(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:
-    """With more rows, of that value; (B, H, S) or (B, H, S, D)."""
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """(B, H, S, D) with more rows, of zeros."""
     missing = length - tensor.shape[2]
-    if not missing:
-        return tensor
-    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], missing, *tensor.shape[3:]), value)], 2)
+    return torch.nn.functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
 
 
 def _expand_heads(q: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

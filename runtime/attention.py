@@ -321,9 +321,9 @@ def _simplest(seqlen_q: int, seqlen_kv: int, causal: bool, features: Features) -
     causal = right == 0
     window = (left, UNLIMITED if causal else right)
     masked = causal or window != PLAIN.window
-    return causal, replace(
-        features, window=window, bottom_right=features.bottom_right and masked and seqlen_q != seqlen_kv
-    )
+    bottom_right = features.bottom_right and masked and seqlen_q != seqlen_kv
+    # Not by `replace`, which torch.compile knows of late.
+    return causal, Features(window, bottom_right, features.softcap, features.sequences)
 
 
 def _needs_gradient(*tensors: torch.Tensor) -> bool:
@@ -332,7 +332,8 @@ def _needs_gradient(*tensors: torch.Tensor) -> bool:
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # Elsewhere PyTorch's own function is called, which casts by itself.
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,6 +147,9 @@ class Kernel:
     """One compiled backward: a kind of problem (`gen.problem.Problem.kind`) and a configuration, at any sizes.
 
     Safe between threads, under CUDA graph capture and after a fork: it holds nothing but function pointers.
+
+    A kernel of the arch ``host`` is watched: an access of global memory outside of what it was given, or a write to
+    what it was given to read, makes the launch fail.
     """
 
     def __init__(self, library: ctypes.CDLL, path: Path) -> None:
@@ -164,6 +168,11 @@ class Kernel:
         if self._probe_offset is not None:
             self._probe_offset.restype = ctypes.c_int64
             self._probe_offset.argtypes = [ctypes.POINTER(_Arguments)]
+        self._register = getattr(library, "bwdtune_host_register", None)
+        if self._register is not None:
+            self._register.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+            self._clear = library.bwdtune_host_clear
+            self._clear.restype = None
         get_info = library.bwdtune_get_info
         get_info.restype = ctypes.c_int
         get_info.argtypes = [ctypes.POINTER(_Info)]
@@ -251,26 +260,27 @@ class Kernel:
             positions_q=q.shape[2],
             positions_kv=k.shape[2],
         )
-        held = [lse]
+        held = {"lse": lse}
         for name, tensor in zip(_INPUTS, (q, o, dout, k, v), strict=True):
             described = _describe(tensor)
             if described is None:
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
                 described = _describe(tensor)
             setattr(arguments, name, described)
-            held.append(tensor)
+            held[name] = tensor
         for name, tensor in zip(_OUTPUTS, (dq, dk, dv), strict=True):
             described = _describe(tensor)
             if described is None:
                 raise KernelError(f"{name} has strides {tensor.stride()}: a kernel cannot write to that layout")
             setattr(arguments, name, described)
-            held.append(tensor)
+            held[name] = tensor
         if sequences := features.sequences:
-            starts = sequences.cu_seqlens_q.contiguous(), sequences.cu_seqlens_kv.contiguous()
-            arguments.cu_seqlens_q, arguments.cu_seqlens_kv = (tensor.data_ptr() for tensor in starts)
+            held["cu_seqlens_q"] = sequences.cu_seqlens_q.contiguous()
+            held["cu_seqlens_kv"] = sequences.cu_seqlens_kv.contiguous()
+            arguments.cu_seqlens_q = held["cu_seqlens_q"].data_ptr()
+            arguments.cu_seqlens_kv = held["cu_seqlens_kv"].data_ptr()
             arguments.batch = sequences.count
             arguments.seqlen_q, arguments.seqlen_kv = sequences.seqlen_q, sequences.seqlen_kv
-            held += starts
         needed = self._workspace_bytes(ctypes.byref(arguments))
         if needed < 0:
             raise KernelError(f"{self.info.config}: {self._text(needed)}")
@@ -280,8 +290,10 @@ class Kernel:
             raise KernelError(f"the workspace must hold {needed} bytes, 16-byte aligned, on {q.device}")
         arguments.workspace = workspace.data_ptr()
         arguments.workspace_bytes = workspace.numel()
+        held["workspace"] = workspace
         probe = slice(self._probe_offset(ctypes.byref(arguments)), needed) if self._probe_offset else None
-        return Launch(arguments, (*held, workspace), self._launch, probe)
+        call = self._launch if self._register is None else functools.partial(self._launch_watched, held)
+        return Launch(arguments, tuple(held.values()), call, probe)
 
     @property
     def counts_cycles(self) -> bool:
@@ -351,6 +363,17 @@ class Kernel:
         code = self._backward(ctypes.byref(arguments))
         if code:
             raise KernelError(f"{self.info.config}: {self._text(code)}")
+
+    def _launch_watched(self, held: Mapping[str, torch.Tensor], arguments: _Arguments) -> None:
+        """On the host target: global memory is what is held, and only the outputs and the workspace may be written."""
+        assert self._register
+        try:
+            for name, tensor in held.items():
+                writable = name in (*_OUTPUTS, "workspace")
+                self._register(name.encode(), tensor.data_ptr(), _extent_bytes(tensor), writable)
+            self._launch(arguments)
+        finally:
+            self._clear()
 
     def _text(self, code: int) -> str:
         return (self._error_text(code) or b"unknown error").decode(errors="replace")
@@ -446,6 +469,12 @@ def is_addressable(tensor: torch.Tensor) -> bool:
     A stride of zero (an expanded dimension) is not addressable; the stride of a dimension of size one is ignored.
     """
     return _describe(tensor) is not None
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """From a tensor's first element to the end of its last one; other tensors may lie between."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _gradient_like(tensor: torch.Tensor) -> torch.Tensor:

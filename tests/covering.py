@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import Device
 from bwdtune.gen.problem import Problem
@@ -14,15 +17,23 @@ def valid_presets(problem: Problem, device: Device) -> dict[str, Config]:
 
 
 def covering_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
-    """Valid configurations, chosen greedily, until each value that occurs in the space occurs among them."""
-    valid = [
-        (config, frozenset((config.family, *item) for item in config.to_dict().items()))
-        for config in valid_configs(problem, device)
-    ]
-    open_values = frozenset().union(*(values for _, values in valid))
+    """Few valid configurations in which each value of each parameter that a family's valid ones have occurs."""
+    return covering(valid_configs(problem, device), together=1)
+
+
+def covering(configs: Iterable[Config], *, together: int) -> tuple[Config, ...]:
+    """Few of these, chosen greedily, in which so many values as occur together in one of a family do so again."""
+    bits: dict[object, int] = {}
+
+    def combinations(config: Config) -> int:
+        """A set, one bit for each."""
+        found = itertools.combinations(vars(config).items(), together)
+        return sum(1 << bits.setdefault((config.family, values), len(bits)) for values in found)
+
+    having = {config: combinations(config) for config in configs}
+    missing = (1 << len(bits)) - 1
     chosen = []
-    while open_values:
-        config, values = max(valid, key=lambda entry: len(entry[1] & open_values))
-        chosen.append(config)
-        open_values -= values
+    while missing:
+        chosen.append(max(having, key=lambda config: (having[config] & missing).bit_count()))
+        missing &= ~having[chosen[-1]]
     return tuple(chosen)

@@ -25,6 +25,7 @@ _WORST_FLOOR = 2.0
 _CANCELLATION = 8.0  # a gradient smaller than its terms by more than this is measured against the terms
 _FAINT_ELEMENTS = 16.0  # an element's terms count as no smaller than the tensor's average over this
 
+_FAR_SCORE = 150.0  # at the default scale; exp(89) overflows in fp32
 _SOFTCAP = 2.0  # well within the scores of every kind of input
 _REPEATS = 3  # of a deterministic kernel
 
@@ -137,7 +138,7 @@ def cases(problem: Problem, *, cuda: bool) -> tuple[Case, ...]:
         )
         return Case(sized, inputs, lengths=tuple(lengths) if problem.varlen else (), **options)
 
-    small = (
+    small: tuple[Case, ...] = (
         case([(1, 1)], 1, "normal"),
         case([(17, 129)] * 2, 2, "normal", scale_factor=0.5),
         case([(333, 333)] * 2, 2, "normal", (1, 1)),
@@ -145,6 +146,8 @@ def cases(problem: Problem, *, cuda: bool) -> tuple[Case, ...]:
         case([(321, 250), (1, 1), (100, 33)], 1, "equal tokens", (129, 200)),
         case([(33, 128), (129, 391)], 2, "near one-hot", heads_inside=True),
     )
+    if not problem.softcap:  # a cap leaves no score far below zero
+        small = (*small, case([(167, 101), (40, 77)], 1, "far below zero"))
     return (*small, case([(1187, 1187), (0, 0), (77, 1000)], 2, "normal", (500, 300))) if cuda else small
 
 
@@ -177,11 +180,20 @@ def _near_one_hot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch
     q.copy_(k.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, keys] * strength)
 
 
+def _far_below_zero(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
+    """Every score is about -150, where exp(0 - lse) overflows: a key past the end, whose score is 0, must not count."""
+    del v, dout
+    offset = _FAR_SCORE**0.5 / q.shape[-1] ** 0.25
+    q.mul_(0.1).sub_(offset)
+    k.add_(offset)
+
+
 INPUTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]] = {
     "normal": _normal,
     "large features": _large_features,
     "equal tokens": _equal_tokens,
     "near one-hot": _near_one_hot,
+    "far below zero": _far_below_zero,
 }
 
 

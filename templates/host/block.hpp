@@ -23,6 +23,7 @@ constexpr int32_t MAX_TRANSACTION_BYTES = (1 << 20) - 1;
 struct Buffer {
   uintptr_t begin, end;
   bool writable;
+  char name[24];
 };
 
 // Of the OS thread that launches. With none registered, global addresses are not checked.
@@ -932,10 +933,11 @@ class Block {
     }
     const bool read_only = write && begin >= nearest->begin && begin + bytes <= nearest->end;
     fault(*current_fiber, cudaErrorIllegalAddress, line,
-          "%s of %u bytes at global address %p: %s (offset %" PRId64 " of the nearest buffer, which has %" PRIu64 " bytes)",
-          what, static_cast<unsigned>(bytes), reinterpret_cast<void*>(begin),
+          "%s of %u bytes at global address %p: %s (offset %" PRId64 " of the nearest, %s, which has %" PRIu64 " bytes)", what,
+          static_cast<unsigned>(bytes), reinterpret_cast<void*>(begin),
           read_only ? "the buffer is not to be written" : "outside all buffers",
-          static_cast<int64_t>(begin - nearest->begin), static_cast<uint64_t>(nearest->end - nearest->begin));
+          static_cast<int64_t>(begin - nearest->begin), nearest->name,
+          static_cast<uint64_t>(nearest->end - nearest->begin));
   }
 
   Launch& launch_;

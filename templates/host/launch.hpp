@@ -178,12 +178,14 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 extern "C" {
 
 // Tells the kernels launched from this OS thread of memory that they may read, or also write. With at least one such buffer
-// registered, every other global address is a fault. 0, or -1 where there is no more room.
-__attribute__((visibility("default"))) int bwdtune_host_register(void* base, int64_t bytes, int writable) {
+// registered, every other global address is a fault, which is told by the buffer's name. 0, or -1 where there is no more room.
+__attribute__((visibility("default"))) int bwdtune_host_register(const char* name, void* base, int64_t bytes, int writable) {
   bwdtune_host::Buffers& buffers = bwdtune_host::registered_buffers;
   if (bytes < 0 || buffers.count == bwdtune_host::Buffers::CAPACITY) return -1;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(base);
-  buffers.entries[buffers.count++] = {begin, begin + static_cast<uintptr_t>(bytes), writable != 0};
+  bwdtune_host::Buffer& buffer = buffers.entries[buffers.count++];
+  buffer = {begin, begin + static_cast<uintptr_t>(bytes), writable != 0, {}};
+  snprintf(buffer.name, sizeof buffer.name, "%s", name);
   return 0;
 }
 

@@ -634,9 +634,9 @@ int run_case(unsigned index, int fault, void* input, float* readable, float* wri
   arguments.writable = writable;
   arguments.expected = 128;
   bwdtune_host_clear();
-  bwdtune_host_register(input, 1024 + 8 * 128, 0);
-  bwdtune_host_register(readable, 1024, 0);
-  bwdtune_host_register(writable, 1024, 1);
+  bwdtune_host_register("input", input, 1024 + 8 * 128, 0);
+  bwdtune_host_register("readable", readable, 1024, 0);
+  bwdtune_host_register("writable", writable, 1024, 1);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(2);
   config.blockDim = dim3(THREADS);

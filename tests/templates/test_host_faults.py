@@ -21,9 +21,15 @@ FAULTS: dict[str, tuple[int, str]] = {
         ADDRESS,
         r"thread 0 .* st\.shared of 4 bytes at shared offset -4 of a block with 4112 bytes",
     ),
-    "global_read_outside": (ADDRESS, r"ld\.global of 4 bytes at .*: outside all buffers \(offset 1024 of the nearest"),
+    "global_read_outside": (
+        ADDRESS,
+        r"ld\.global of 4 bytes at .*: outside all buffers \(offset 1024 of the nearest, readable, which has 1024",
+    ),
     "global_read_across_the_end": (ADDRESS, r"ld\.global of 16 bytes at .*: outside all buffers"),
-    "global_write_outside": (ADDRESS, r"st\.global of 4 bytes at .*: outside all buffers \(offset -4 of the nearest"),
+    "global_write_outside": (
+        ADDRESS,
+        r"st\.global of 4 bytes at .*: outside all buffers \(offset -4 of the nearest, writable, which has 1024",
+    ),
     "global_add_outside": (ADDRESS, r"red\.global\.add\.v2\.f32 of 8 bytes at .*: outside all buffers"),
     "write_of_an_input": (ADDRESS, r"st\.global of 4 bytes at .*: the buffer is not to be written"),
     "misaligned_vector": (MISALIGNED, r"ld\.global of global address 0x[0-9a-f]+, which is not 16-byte aligned"),

@@ -181,7 +181,7 @@ def mma_count(problem: Problem, config: Config) -> int:
     A block has a tile of keys and meets the tiles of queries that the mask leaves it: five products of ``block_q`` x
     ``block_kv`` x ``head_dim`` each, whose columns some warps fill up.
     """
-    met = sum(_tiles_met(problem, config, *lengths) for lengths in problem.lengths)
+    met = sum(sum(query_tiles_met(problem, config.block_q, config.block_kv, *lengths)) for lengths in problem.lengths)
     columns = 5 * problem.head_dim
     if isinstance(config, MmaConfig):
         of_scores, of_dq, of_dkv = _columns(problem, config)
@@ -190,16 +190,16 @@ def mma_count(problem: Problem, config: Config) -> int:
     return problem.heads_q * met * tile
 
 
-def _tiles_met(problem: Problem, config: Config, seqlen_q: int, seqlen_kv: int) -> int:
-    """Pairs of a tile of queries and one of keys, of one head of a sequence of these lengths."""
+def query_tiles_met(problem: Problem, block_q: int, block_kv: int, seqlen_q: int, seqlen_kv: int) -> tuple[int, ...]:
+    """The tiles of queries that the mask leaves each tile of keys, of one head of a sequence of these lengths."""
     low, high = problem.band(seqlen_q, seqlen_kv)
-    query_tiles = ceil_div(seqlen_q, config.block_q)
-    met = 0
-    for kv_start in range(0, seqlen_kv, config.block_kv):
-        first = max(kv_start - high, 0) // config.block_q
-        end = min((kv_start + config.block_kv - 1 - low) // config.block_q + 1, query_tiles)
-        met += max(end - first, 0)
-    return met
+    query_tiles = ceil_div(seqlen_q, block_q)
+    met = []
+    for kv_start in range(0, seqlen_kv, block_kv):
+        first = max(kv_start - high, 0) // block_q
+        end = min((kv_start + block_kv - 1 - low) // block_q + 1, query_tiles)
+        met.append(max(end - first, 0))
+    return tuple(met)
 
 
 def tensor_activity(problem: Problem, config: Config, device: Device, *, cycles: float, clocks_per_mma: float) -> float:

@@ -104,7 +104,7 @@ class FakeBuilder:
 
 @dataclass
 class FakeBench:
-    """Verifies and times from a landscape.
+    """Verifies and times from a landscape; where nothing is timed, it stands in for the CPU.
 
     Attributes:
         cost: A configuration's time in ms.
@@ -193,7 +193,10 @@ def run_search(
     measured: bool = True,
     **options,
 ) -> SearchResult:
-    """A search with stand-ins; ``options`` are those of `SearchOptions`."""
+    """A search with stand-ins; ``options`` are those of `SearchOptions`.
+
+    What is not measured is verified on the CPU where a bench is given, else nowhere.
+    """
     environment = replace(environment, gpu=GpuKey(device.name, "9.0")) if environment else None
     with closing(Store.open(database)) as store:
         return search(
@@ -203,7 +206,7 @@ def run_search(
             SearchOptions(**{"seed": 0, "trials": 12, **options}),
             builder=builder or FakeBuilder(),
             progress=progress or Told(),
-            bench=(bench or FakeBench()) if measured else None,
+            bench=bench or (FakeBench() if measured else None),
             environment=environment if measured else None,
         )
 

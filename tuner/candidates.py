@@ -72,11 +72,13 @@ class Compiled:
         variant: For the card; None where the target of the limits refused it already.
         limits_variant: For the target of the limits; None where there are none.
         refused: That it was refused or did not compile; None where it passed the gate.
+        host_variant: For the CPU; None where nothing is verified there.
     """
 
     variant: Variant | None
     limits_variant: Variant | None
     refused: Outcome | None
+    host_variant: Variant | None = None
 
 
 class CandidateSearch(ABC):
@@ -116,13 +118,13 @@ class CandidateSearch(ABC):
         self.best: tuple[Config, float] | None = None
         self._refusals = kinds_of_refusal(refused, self.space_device)
         self._failures: dict[Config, str] = {}
-        self._builder, self._progress = builder, progress
+        self.builder, self._progress = builder, progress
         self._interrupts = Interrupts()
         self._total = 0
 
     def run(self) -> SearchResult:
         """Searches. See `search.search`."""
-        self._compilers: Compilers[Candidate, Compiled] = Compilers(self._compile, job_limit(os.environ))
+        self._compilers: Compilers[Candidate, Compiled] = Compilers(self.compile, job_limit(os.environ))
         with self._interrupts, self._progress:
             try:
                 return self.find()
@@ -136,6 +138,23 @@ class CandidateSearch(ABC):
     @abstractmethod
     def known_outcome(self, candidate: Candidate) -> Outcome | None:
         """What is stored about a candidate that was just proposed; None has it compiled."""
+
+    def compile(self, candidate: Candidate) -> Compiled:
+        """The compiler gate. Runs in the compilers' threads."""
+        exempt = preset_name(candidate.config) is not None  # presets are what the others are measured against
+        limits_variant = None
+        if self.options.within:
+            plain = render(self.problem, candidate.config)
+            limits_variant = self.builder(plain, LIMITS[self.options.within].arch)
+            refused = _refused(limits_variant, spill_bound_bytes=0)
+            if refused and not exempt:
+                return Compiled(None, limits_variant, refused)
+        variant = self.builder(candidate.source, self.device.arch)
+        bound = EMULATED_SPILL_BOUND_BYTES if self.options.emulate else SPILL_BOUND_BYTES
+        refused = _refused(variant, None if exempt else bound)
+        if limits_variant and self.options.emulate and not exempt:
+            refused = refused or self._fewer_blocks(variant, limits_variant)
+        return Compiled(variant, limits_variant, refused)
 
     @abstractmethod
     def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
@@ -311,23 +330,6 @@ class CandidateSearch(ABC):
             self._failures[candidate.config] = outcome.reason
         self.settled(candidate, outcome)
         self.tell("searching", (candidate.config, outcome.reason))
-
-    def _compile(self, candidate: Candidate) -> Compiled:
-        """The compiler gate. Runs in the compilers' threads."""
-        exempt = preset_name(candidate.config) is not None  # presets are what the others are measured against
-        limits_variant = None
-        if self.options.within:
-            plain = render(self.problem, candidate.config)
-            limits_variant = self._builder(plain, LIMITS[self.options.within].arch)
-            refused = _refused(limits_variant, spill_bound_bytes=0)
-            if refused and not exempt:
-                return Compiled(None, limits_variant, refused)
-        variant = self._builder(candidate.source, self.device.arch)
-        bound = EMULATED_SPILL_BOUND_BYTES if self.options.emulate else SPILL_BOUND_BYTES
-        refused = _refused(variant, None if exempt else bound)
-        if limits_variant and self.options.emulate and not exempt:
-            refused = refused or self._fewer_blocks(variant, limits_variant)
-        return Compiled(variant, limits_variant, refused)
 
     def _fewer_blocks(self, emulated: Variant, real: Variant) -> Outcome | None:
         """That an emulated build has too many registers for as many blocks an SM as the kernel itself has on its

@@ -174,7 +174,8 @@ def search(
 ) -> int:
     """Search the fastest right kernel for a shape, and store it as the winner.
 
-    Without a GPU, or for another card's --arch, candidates are generated, compiled and listed, and nothing is timed.
+    Without a GPU, or for another card's --arch, nothing is timed: candidates are compiled, checked on the CPU,
+    and listed by predicted times.
     With --emulate the best candidate is stored as the best emulated one, and wins nothing.
     """
     options = SearchOptions(sampler=sampler, seed=seed, trials=trials, time_s=time, limits=limits, emulate=emulate)
@@ -319,7 +320,6 @@ def bench(
     check_kernels(names, direction, limits, emulate)
     device = current_device()
     with _bench(device, find_nvcc().version) as (worker, environment):
-        assert worker
         assert environment
         report = race(
             problem,
@@ -453,13 +453,15 @@ def ship(
 
 
 @contextmanager
-def _bench(gpu: Device | None, toolkit: str) -> Iterator[tuple[Worker | None, Environment | None]]:
-    """The process that owns the GPU, and where it measures; neither without one."""
+def _bench(gpu: Device | None, toolkit: str) -> Iterator[tuple[Worker, Environment | None]]:
+    """The process that owns the GPU, and where it measures; without one, a process that verifies on the CPU."""
+    from .worker import Worker
+
     if gpu is None:
-        yield None, None
+        with Worker("cpu") as worker:
+            yield worker, None
         return
     from ..runtime.gpu import environment
-    from .worker import Worker
 
     with Worker() as worker:
         yield worker, environment(gpu, toolkit)

@@ -51,6 +51,8 @@ class Row:
         low_cycles: Lower end of the interval.
         high_cycles: Upper end of it.
         tensor_activity: Part of the time that the tensor cores work; see `gen.resources.tensor_activity`.
+        predicted_ms: What `cost_model.predict` says, where nothing was there to time it; None of an emulated row.
+        predicted_cycles: Of the main kernel alone.
     """
 
     kernel: str
@@ -70,6 +72,8 @@ class Row:
     low_cycles: float | None = None
     high_cycles: float | None = None
     tensor_activity: float | None = None
+    predicted_ms: float | None = None
+    predicted_cycles: float | None = None
 
     def counted(self, cycles: Cycles, problem: Problem, device: Device) -> Row:
         """The same with what a kernel counted of itself on a card; emulated if the row is."""
@@ -119,7 +123,8 @@ class Counts:
         refused_by_arithmetic: Those that it does not.
         earlier: Valid ones that earlier searches had settled.
         decided: Candidates of this search that were settled, by whatever gate.
-        passed: Those that passed the compiler gate where nothing was there to measure them.
+        passed: Those that passed every gate where nothing was there to time them.
+        verified: Those of them whose gradients were checked, on the CPU.
         measured: Those that were verified and timed.
         stored: Those that a stored result answered.
         refused: Those that the compiler gate refused.
@@ -131,6 +136,7 @@ class Counts:
     earlier: int = 0
     decided: int = 0
     passed: int = 0
+    verified: int = 0
     measured: int = 0
     stored: int = 0
     refused: int = 0
@@ -148,12 +154,11 @@ class SearchResult:
         sampler: Which sampler chose.
         seed: Its seed.
         environment: Where it was measured; None where nothing was.
-        status: ``complete``; ``partial`` where it was interrupted; ``unmeasured`` where only arithmetic and
-            compiler judged.
+        status: ``complete``; ``partial`` where it was interrupted; ``predicted`` where nothing was there to time.
         exhausted: Whether every valid configuration is settled.
         winner: The winner's row, or None.
         rows: The final race: winner, finalists, presets and PyTorch's kernels, fastest first. Where nothing was
-            measured: the survivors.
+            measured: the survivors, the least predicted time first.
         counts: How many went which way.
         arithmetic_refusals: Kinds of refusal before compiling, and how often.
         failures: Candidates that the compiler gate refused or that failed, each with its reason.
@@ -216,7 +221,7 @@ class SearchResult:
         }
 
     def table(self) -> Table:
-        """The final race, or the survivors of the compiler gate."""
+        """The final race, or the survivors of all gates and what is predicted of them."""
         from rich.table import Table
 
         title = f"{self.problem.label} on {self.device.name}"
@@ -228,13 +233,16 @@ class SearchResult:
         table.add_column("kernel")
         table.add_column("configuration")
         measured = self.environment is not None
-        headings = ["ms", "low to high", "TFLOPS", "% of peak", "max error"] if measured else ["occupancy"]
-        if measured and self.emulate:
+        if not measured:
+            headings = ["predicted Mcycles" if self.emulate else "predicted ms", "max error", "occupancy"]
+        elif self.emulate:
             headings = [*CYCLE_HEADINGS, "max error"]
+        else:
+            headings = ["ms", "low to high", "TFLOPS", "% of peak", "max error"]
         for heading in (*headings, "registers", "spills, bytes", "shared memory, bytes", "threads"):
             table.add_column(heading, justify="right")
         for row in self.rows:
-            figures = self._measured_cells(row) if measured else [_cell(row.occupancy, "{:.1%}")]
+            figures = self._measured_cells(row) if measured else self._predicted_cells(row)
             table.add_row(
                 f"{row.kernel} (emulated)" if row.emulate else row.kernel,
                 row.config.id if row.config else row.note,
@@ -253,7 +261,7 @@ class SearchResult:
         lines += [f"{row.kernel} ({row.config.id}): {row.note}" for row in self.rows if row.config and row.note]
         ways = {
             "measured": counts.measured,
-            "passed": counts.passed,
+            f"passed ({counts.verified} verified on the CPU)": counts.passed,
             "answered by stored results": counts.stored,
             "refused by the compiler gate": counts.refused,
             "failed": counts.failed,
@@ -276,6 +284,12 @@ class SearchResult:
         overhead = self.seconds["overhead"]
         lines.append(f"{total:.1f} s: waiting for {shares}; overhead {overhead:.1f} s ({100 * overhead / total:.1f} %)")
         return lines
+
+    def _predicted_cells(self, row: Row) -> list[str]:
+        millions = None if row.predicted_cycles is None else row.predicted_cycles / 1e6
+        predicted = millions if self.emulate else row.predicted_ms
+        verified = _cell(row.max_error, "{:.1e}") if row.max_error is not None else "not verified"
+        return [_cell(predicted, "{:.3f}"), verified, _cell(row.occupancy, "{:.1%}")]
 
     def _measured_cells(self, row: Row) -> list[str]:
         if self.emulate:

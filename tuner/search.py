@@ -3,6 +3,9 @@
 A candidate passes three gates (arithmetic, compiler, numbers), is timed, and is stored when it is decided. The best few
 are raced again at the end, side by side with the presets and PyTorch's own kernels: the fastest of ours is the winner.
 
+Where there is no card to measure on, a search is a survey: the numbers are checked on the CPU, a model predicts the
+times, and nothing wins.
+
 An emulated search slows the card to another one's pace: cycles rank instead of times, PyTorch's kernels do not run, and
 the best is stored as the best emulated one, which never wins.
 """
@@ -26,17 +29,19 @@ from ..db.records import (
 )
 from ..gen.build import Variant
 from ..gen.config import PRESETS, Config, preset_name
-from ..gen.device import Device
+from ..gen.device import HOST_ARCH, Device
 from ..gen.errors import BwdtuneError
 from ..gen.problem import Problem
 from ..gen.render import Source, render
 from ..gen.space import refusal, space_hash
+from ..gen.toolchain import ToolchainError
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
+from .cost_model import predict, ranked
 from .options import LIMITS, SearchOptions
 from .proposals import Outcome, Proposals, StudyLog
 from .report import Progress, Row, SearchResult
 from .timing import RACE_POLICY, SEARCH_POLICY, Cycles, Policy, Timing, Timings
-from .worker import CandidateError
+from .worker import CandidateError, WorkerError
 
 if TYPE_CHECKING:
     from ..db.store import Store
@@ -50,7 +55,7 @@ _SLOWED = 1.1  # the incumbent takes so much longer than before: the card is not
 
 
 class Bench(Protocol):
-    """What a search needs of the process that owns the GPU. `worker.Worker` is the real one, and documents these."""
+    """What a search needs of the process that runs kernels. `worker.Worker` is the real one, and documents these."""
 
     def verify(self, problem: Problem, variant: Variant) -> VerificationRecord: ...
 
@@ -82,55 +87,126 @@ def search(
         options: See `SearchOptions`.
         builder: Compiles.
         progress: Is told how it goes.
-        bench: Verifies and times. Without it arithmetic and compiler alone judge, and there is no winner.
-        environment: Where the bench measures; goes with it.
+        bench: Verifies and times. Without it arithmetic and compiler alone judge.
+        environment: Where the bench measures. Without one the bench is the CPU's, which verifies and does not time:
+            times are predicted, and there is no winner.
 
     Raises:
         UsageError: No configuration is valid for the problem.
         BwdtuneError: The compiler, the cache, the database or the GPU cannot be used at all.
     """
     if bench is None or environment is None:
-        return _Survey(problem, device, store, options, builder, progress).run()
+        return _Survey(problem, device, store, options, builder, progress, bench).run()
     return _Tuning(problem, device, store, options, builder, progress, bench, environment).run()
 
 
 class _Survey(CandidateSearch):
-    """Arithmetic and compiler alone: which configurations are worth being measured on the card."""
+    """Every gate and no time: which configurations are worth being measured on the card.
+
+    The gradients are checked on the CPU, by a build for the host target of the same text; nothing is where no bench is.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        store: Store,
+        options: SearchOptions,
+        builder: Builder,
+        progress: Progress,
+        bench: Bench | None,
+    ) -> None:
+        super().__init__(problem, device, store, options, builder, progress)
+        self._bench = bench
+        self._survivors: list[Row] = []
+        self._unable = ""  # why this machine can verify nothing
 
     def find(self) -> SearchResult:
-        sampler = (
-            "random" if self.options.sampler == "tpe" else self.options.sampler
-        )  # there are no times to learn from
-        proposals = Proposals(self.configs, sampler=sampler, seed=self.seed, first=tuple(PRESETS.values()))
-        self._survivors: list[Row] = []
-        status = "unmeasured"
+        presets, sampler = tuple(PRESETS.values()), self.options.sampler
+        if sampler == "tpe":  # there are no times to learn from: the model's are what is known
+            first = (*presets, *ranked(self.problem, self.configs, self.device, emulate=self.options.emulate))
+            proposals = Proposals(self.configs, sampler="exhaustive", seed=self.seed, first=first)
+            self.notes.append("candidates were proposed in the order of their predicted times, presets first")
+        else:
+            proposals = Proposals(self.configs, sampler=sampler, seed=self.seed, first=presets)
+        status = "predicted"
         try:
             self.try_candidates(proposals)
         except KeyboardInterrupt:
             status = "partial"
         self._survivors.sort(key=_survey_order)
+        if self._unable:
+            self.notes.append(f"gradients could not be verified on the CPU: {self._unable}")
+        gates = "every gate, the last on the CPU" if self.counts.verified == self.counts.passed else "the compiler gate"
         self.notes.append(
-            "nothing was verified or timed, and no winner is stored: these are the candidates that passed arithmetic "
-            "and compiler, sorted by occupancy, which is not speed"
+            f"nothing was timed, and no winner is stored: these candidates passed {gates}; their times are predicted, "
+            "and no card has confirmed them"
         )
         return self.result(status, self._survivors, proposals)
 
     def known_outcome(self, candidate: Candidate) -> Outcome | None:
         return None  # survivors are listed each time; the cache of builds knows what does not compile
 
+    def compile(self, candidate: Candidate) -> Compiled:
+        """For the CPU too, where the compiler gate lets it pass: without dummy mma, which compute nothing."""
+        compiled = super().compile(candidate)
+        if compiled.refused or self._bench is None or self._unable:
+            return compiled
+        try:
+            host_variant = self.builder(render(self.problem, candidate.config), HOST_ARCH)
+        except ToolchainError as error:
+            self._unable = str(error)
+            return compiled
+        return replace(compiled, host_variant=host_variant)
+
     def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
         for variant in filter(None, (compiled.limits_variant, compiled.variant)):
             self.record(variant)
         if compiled.refused:
             return compiled.refused
+        row = self._predicted(candidate.config, compiled.variant)
+        host_variant = compiled.host_variant
+        if host_variant and not host_variant.library:
+            row, host_variant = replace(row, note=f"not verified: {HOST_ARCH}: {host_variant.error}"), None
+        try:
+            verification = self._verify(host_variant)
+        except CandidateError as error:
+            return Outcome("failed", reason=f"on the CPU: {error}")
+        if verification and not verification.passed:
+            return Outcome("failed", reason=f"wrong: {verification.reason}")
+        if verification:
+            self.counts.verified += 1
+            row = replace(row, max_error=verification.max_error)
         self.counts.passed += 1
-        self._survivors.append(
-            self.row(preset_name(candidate.config) or "candidate", candidate.config, compiled.variant)
-        )
+        self._survivors.append(row)
         return Outcome("unmeasured")
 
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
         pass  # the study is of times, and there is none
+
+    def _verify(self, host_variant: Variant | None) -> VerificationRecord | None:
+        """The third gate, on the CPU; None where the machine cannot, which is no candidate's fault.
+
+        Raises:
+            CandidateError: The variant crashed or hung.
+        """
+        if self._bench is None or self._unable or host_variant is None:
+            return None
+        variant_id = self.record(host_variant)
+        try:
+            with self.wait("verify"):
+                verification = self._bench.verify(self.problem, host_variant)
+        except WorkerError as error:
+            self._unable = str(error)
+            return None
+        self.store.record_verification(self.problem, variant_id, verification)
+        return verification
+
+    def _predicted(self, config: Config, variant: Variant | None) -> Row:
+        resources = variant.resources if variant else None
+        found = predict(self.problem, config, self.device, resources, emulate=self.options.emulate)
+        row = self.row(preset_name(config) or "candidate", config, variant)
+        return replace(row, predicted_ms=None if self.options.emulate else found.ms, predicted_cycles=found.cycles)
 
 
 @dataclass(frozen=True)
@@ -475,9 +551,9 @@ class _Tuning(CandidateSearch):
 
 
 def _survey_order(row: Row) -> tuple[float, int, int, str]:
-    """By what the compiler says; equals by name, and not by which compiler was quick."""
+    """By the predicted cycles, which an emulated one has too; equals by name, and not by which compiler was quick."""
     name = row.config.id if row.config else ""
-    return -(row.occupancy or 0.0), row.spill_bytes or 0, row.registers or 0, name
+    return row.predicted_cycles or 0.0, row.spill_bytes or 0, row.registers or 0, name
 
 
 def _timed_row(row: Row, timing: Timing) -> Row:

@@ -19,6 +19,7 @@ from .timing import Policy, Timings
 
 START_LIMIT_S = 300.0
 REQUEST_LIMIT_S = 120.0
+CPU_REQUEST_LIMIT_S = 600.0  # where large groups of heads and a busy machine take their time
 _END_LIMIT_S = 10.0
 
 
@@ -78,13 +79,13 @@ class Worker:
     Not safe between threads. Close it, or use it as a context manager.
     """
 
-    def __init__(self, device: str = "cuda:0", *, limit_s: float = REQUEST_LIMIT_S) -> None:
+    def __init__(self, device: str = "cuda:0", *, limit_s: float | None = None) -> None:
         """Args:
         device: ``cuda:0`` and so on, or ``cpu`` for variants of the arch ``host``.
-        limit_s: A request that takes longer is ended, and its candidate has failed.
+        limit_s: A request that takes longer is ended, and its candidate has failed; None for what suits the device.
         """
         self._device = device
-        self._limit_s = limit_s
+        self._limit_s = limit_s or (CPU_REQUEST_LIMIT_S if device == "cpu" else REQUEST_LIMIT_S)
         self._child: _Child | None = None
 
     def __enter__(self) -> Worker:
@@ -189,7 +190,7 @@ class _Child:
             try:
                 answer = self._receive(START_LIMIT_S)
             except CandidateError as error:
-                raise WorkerError(f"the process for the GPU does not start: {error}") from None
+                raise WorkerError(f"the process that runs kernels does not start: {error}") from None
             if answer.fatal:
                 return answer
             self._started = True

@@ -308,21 +308,23 @@ def test_roofline_of_the_write_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @needs_nvcc
-def test_a_search_without_a_gpu_compiles_and_lists(tmp_path: Path, database: Path) -> None:
+def test_a_search_without_a_gpu_verifies_on_the_cpu_and_predicts(tmp_path: Path, database: Path) -> None:
     arguments = ["search", *SMALL, "--trials", "4", "--seed", "1", "--db", str(database)]
     done = run(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert data["status"] == "unmeasured"
+    assert data["status"] == "predicted"
+    assert data["counts"]["verified"] == 4
     assert data["winner"] is None
     assert {row["kernel"] for row in data["rows"]} >= {"v1", "v2", "v3", "t64"}
-    assert all(row["registers"] > 0 and row["ms"] is None for row in data["rows"])
+    assert all(row["registers"] > 0 and row["predicted_ms"] > 0 and row["ms"] is None for row in data["rows"])
+    assert all(0 < row["max_error"] < 0.02 for row in data["rows"])
     assert "4/4" in done.stderr, "it told how it went, in plain lines"
 
     done = run(*arguments)
     assert done.returncode == 0
     assert PRESETS["v2"].id in done.stdout
-    assert "nothing was verified or timed, and no winner is stored" in done.stdout
+    assert "nothing was timed, and no winner is stored" in done.stdout
     with closing(Store.open(database)) as store:
         assert store.winners() == []
 

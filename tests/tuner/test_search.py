@@ -32,9 +32,9 @@ from search_fakes import (
     run_search,
 )
 
-from bwdtune.db.records import Environment, GpuKey, Winner
+from bwdtune.db.records import Environment, GpuKey, VerificationRecord, Winner
 from bwdtune.db.store import Store
-from bwdtune.gen.build import build
+from bwdtune.gen.build import Variant, build
 from bwdtune.gen.config import PRESETS, Config, parse_config
 from bwdtune.gen.device import H200, HOST, RTX_5090
 from bwdtune.gen.errors import UsageError
@@ -42,10 +42,11 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
 from bwdtune.gen.resources import estimate
 from bwdtune.gen.space import refusal, valid_configs
-from bwdtune.gen.toolchain import find_compiler
+from bwdtune.gen.toolchain import ToolchainError, find_compiler
 from bwdtune.tuner.candidates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
+from bwdtune.tuner.cost_model import ranked
 from bwdtune.tuner.options import SAMPLERS, SearchOptions
-from bwdtune.tuner.report import progress_for
+from bwdtune.tuner.report import SearchResult, progress_for
 from bwdtune.tuner.search import PEERS, search
 from bwdtune.tuner.timing import SEARCH_POLICY
 from bwdtune.tuner.worker import Worker, WorkerError
@@ -620,29 +621,148 @@ def test_the_real_worker_and_builder(database: Path) -> None:
 
 def test_a_survey_measures_nothing_and_stores_no_winner(database: Path) -> None:
     def spills(config: Config, arch: str) -> int:
-        return 100 if config.block_q == 128 else 0
+        return 100 if config.block_q == 128 and arch != HOST.arch else 0
 
     builder = FakeBuilder(spills=spills, broken=lambda config: parameter(config, "swizzle") == 32)
-    result = run_search(database, device=RTX_5090, builder=builder, measured=False, trials=40)
-    presets = {name for name, config in PRESETS.items() if refusal(PROBLEM, config, RTX_5090) is None}
-    assert result.status == "unmeasured"
+    bench = FakeBench(wrong=lambda config: parameter(config, "swizzle") == 64)
+    result = run_search(
+        database, device=RTX_5090, builder=builder, bench=bench, measured=False, trials=60, sampler="random"
+    )
+    counts = result.counts
+    assert result.status == "predicted"
     assert result.winner is None
-    assert all(row.ms is None and row.config for row in result.rows)
-    assert len(result.rows) + result.counts.refused + result.counts.failed == 40
-    assert {row.kernel for row in result.rows} >= presets
-    occupancies = [row.occupancy for row in result.rows]
-    assert occupancies == sorted(occupancies, key=lambda part: -(part or 0))
-    assert any("nothing was verified or timed" in line for line in result.summary())
+    assert all(row.ms is None and row.predicted_ms and row.config for row in result.rows)
+    assert len(result.rows) == counts.passed == counts.verified
+    assert counts.passed + counts.refused + counts.failed == 60
+    assert {row.kernel for row in result.rows} >= set(valid_presets(PROBLEM, RTX_5090))
+    predicted = [row.predicted_ms for row in result.rows]
+    assert predicted == sorted(predicted)
+    assert any("nothing was timed, and no winner is stored" in line for line in result.summary())
+    assert bench.timed == []
     with closing(Store.open(database)) as store:
         assert store.winners() == []
         assert store.measurements() == []
-        assert len(store.show(PROBLEM).failures) == result.counts.failed > 0
-    assert trials(database) == [] if database.exists() else True
+        shown = store.show(PROBLEM)
+        assert len(shown.failures) + len(shown.rejected) == counts.failed > 0
+        assert {variant.arch for variant, _ in shown.rejected} == {HOST.arch}
+    assert trials(database) == []
 
 
-def test_a_survey_lists_the_same_again(database: Path) -> None:
-    first, second = (run_search(database, device=RTX_5090, measured=False, trials=10).rows for _ in range(2))
+def test_a_survey_verifies_what_passed_the_compiler_on_the_cpu(database: Path) -> None:
+    builder, bench = FakeBuilder(), FakeBench(wrong=lambda config: config == V2)
+    result = run_search(database, device=RTX_5090, builder=builder, bench=bench, measured=False, trials=10)
+    compiled = [config for config, arch in builder.compiled if arch == RTX_5090.arch]
+    assert set(bench.verified) == {config for config, arch in builder.compiled if arch == HOST.arch} == set(compiled)
+    assert (V2, "wrong: dq is off") in result.failures
+    assert V2 not in {row.config for row in result.rows}
+    assert (result.counts.verified, result.counts.failed) == (9, 1)
+    assert all(row.max_error is not None for row in result.rows)
+
+
+def test_a_survey_proposes_by_predicted_times(database: Path) -> None:
+    result = run_search(database, device=RTX_5090, measured=False, trials=20)
+    found = [row.config for row in result.rows if row.kernel == "candidate"]
+    presets = set(valid_presets(PROBLEM, RTX_5090).values())
+    expected = [
+        config for config in ranked(PROBLEM, valid_configs(PROBLEM, RTX_5090), RTX_5090) if config not in presets
+    ]
+    assert set(found) == set(expected[: len(found)])
+    drawn = run_search(database, device=RTX_5090, measured=False, trials=20, sampler="random")
+    assert {row.config for row in drawn.rows} != {row.config for row in result.rows}
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["not verified", "verified"])
+def test_a_survey_lists_the_same_again(database: Path, measured: bool) -> None:
+    options = {"device": RTX_5090, "measured": False, "trials": 10, "bench": FakeBench() if measured else None}
+    first, second = (run_search(database, **options).rows for _ in range(2))
     assert first == second
+    assert all((row.max_error is None) != measured for row in first)
+
+
+def test_an_interrupted_survey_lists_what_has_passed(database: Path) -> None:
+    class Interrupted(FakeBench):
+        def verify(self, problem: Problem, variant: Variant) -> VerificationRecord:
+            if len(self.verified) == 3:
+                raise KeyboardInterrupt
+            return super().verify(problem, variant)
+
+    result = run_search(database, device=RTX_5090, bench=Interrupted(), measured=False)
+    assert result.status == "partial"
+    assert result.interrupted
+    assert len(result.rows) == result.counts.verified == 3
+
+
+class Unable(FakeBuilder):
+    """A machine without a C++ compiler for the CPU."""
+
+    def __call__(self, source: Source, arch: str) -> Variant:
+        if arch == HOST.arch:
+            raise ToolchainError("no C++ compiler")
+        return super().__call__(source, arch)
+
+
+class Unstartable(FakeBench):
+    """A machine without PyTorch, say."""
+
+    def verify(self, problem: Problem, variant: Variant) -> VerificationRecord:
+        raise WorkerError("the process does not start")
+
+
+@pytest.mark.parametrize(
+    ("builder", "bench", "reason"),
+    [
+        (Unable(), FakeBench(), "no C++ compiler"),
+        (FakeBuilder(), Unstartable(), "the process does not start"),
+    ],
+)
+def test_a_machine_that_cannot_verify_fails_no_candidate(
+    database: Path, builder: FakeBuilder, bench: FakeBench, reason: str
+) -> None:
+    result = run_search(database, device=RTX_5090, builder=builder, bench=bench, measured=False, trials=6)
+    assert (result.counts.passed, result.counts.verified) == (6, 0)
+    assert f"gradients could not be verified on the CPU: {reason}" in result.notes
+    assert any("these candidates passed the compiler gate;" in note for note in result.notes)
+
+
+def test_a_build_for_the_cpu_that_fails_is_told_in_its_row(database: Path) -> None:
+    class Failing(FakeBuilder):
+        def __call__(self, source: Source, arch: str) -> Variant:
+            self.broken = lambda config: arch == HOST.arch and config == V1
+            return super().__call__(source, arch)
+
+    result = run_search(database, device=RTX_5090, builder=Failing(), bench=FakeBench(), measured=False, trials=1)
+    (row,) = result.rows
+    assert row.config == V1
+    assert row.max_error is None
+    assert row.note == "not verified: host: error: expected a ';'"
+
+
+def test_an_emulated_survey_predicts_cycles_and_verifies_the_kernel_itself(database: Path) -> None:
+    builder = FakeBuilder()
+    result = run_search(database, builder=builder, bench=FakeBench(), measured=False, trials=6, emulate="sm_120")
+    assert all(row.predicted_ms is None and row.predicted_cycles for row in result.rows)
+    assert {source.probed for source, arch in builder.sources if arch == HOST.arch} == {False}
+    assert "predicted Mcycles" in text_of(result)
+
+
+def test_a_crash_on_the_cpu_costs_one_candidate(database: Path) -> None:
+    """With the real process, and real builds for the CPU; v2 reads where nothing is."""
+
+    def builder(source: Source, arch: str) -> Variant:
+        if arch != HOST.arch:
+            return FakeBuilder()(source, arch)
+        if source.config == V2:
+            line = "float delta = 0.0f;"
+            assert line in source.text
+            source = replace(source, text=source.text.replace(line, "float delta = *(volatile float*)8;"))
+        return build([source], arch, jobs=1)[0]
+
+    problem = Problem.parse("1_1_64_32")
+    with Worker("cpu") as worker, closing(Store.open(database)) as store:
+        options = SearchOptions(trials=2)
+        result = search(problem, RTX_5090, store, options, builder=builder, progress=Told(), bench=worker)
+    assert (V2, "on the CPU: its process died of SIGSEGV") in result.failures
+    assert result.counts.verified == 1
 
 
 # What people and programs read
@@ -659,6 +779,31 @@ def test_json_has_stable_names(database: Path) -> None:
     best = data["winner"]
     assert best["tflops"] == pytest.approx(PROBLEM.flops / best["ms"] / 1e9)
     assert best["percent_of_peak"] == pytest.approx(100 * best["tflops"] / H200.peak_tflops)
+
+
+def test_the_json_of_a_survey_has_stable_names(database: Path) -> None:
+    data = run_search(database, device=RTX_5090, bench=FakeBench(), measured=False, trials=6).to_dict()
+    assert (data["status"], data["winner"], data["counts"]["verified"]) == ("predicted", None, 6)
+    for row in data["rows"]:
+        assert row["predicted_ms"] > 0
+        assert row["predicted_cycles"] > 0
+        assert row["max_error"] == pytest.approx(0.002)
+        assert (row["ms"], row["tflops"]) == (None, None)
+
+
+def text_of(result: SearchResult) -> str:
+    """The table as people see it."""
+    console = Console(width=240)
+    with console.capture() as capture:
+        console.print(result.table())
+    return capture.get()
+
+
+def test_the_table_of_a_survey_says_predicted_and_what_was_verified(database: Path) -> None:
+    verified = text_of(run_search(database, device=RTX_5090, bench=FakeBench(), measured=False, trials=6))
+    assert "predicted ms" in verified
+    assert "2.0e-03" in verified
+    assert "not verified" in text_of(run_search(database, device=RTX_5090, measured=False, trials=6))
 
 
 def test_the_table_names_winner_presets_and_peers(database: Path) -> None:

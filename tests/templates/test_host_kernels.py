@@ -175,7 +175,8 @@ def points(draw: st.DrawFn) -> tuple[Problem, Config]:
     derandomize=True,
     database=None,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    # A point is drawn from a space that is enumerated for its problem.
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(points())
 def test_any_valid_configuration_at_any_sizes(point: tuple[Problem, Config]) -> None:

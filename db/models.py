@@ -91,7 +91,7 @@ class ConfigurationRow(Base):
     name: Mapped[str] = mapped_column(sa.String(500))
     """`rows.config_name`: the same for the same configuration, for ever."""
     parameters: Mapped[str] = mapped_column(sa.Text)
-    """`Config.to_dict()` as JSON. Text, so that one damaged row does not break the reading of the others."""
+    """`Config.to_stored()` as JSON. Text, so that one damaged row does not break the reading of the others."""
 
 
 class VariantRow(Base):

@@ -145,8 +145,8 @@ def _select_best(best: type[BestRow], *conditions: Condition) -> sa.Executable:
 def config_name(config: Config) -> str:
     """The parameters that have no default, or another value.
 
-    Not `Config.id`, which grows with each new parameter: its default is what kernels did until then, so that what was
-    stored before stays the same configuration.
+    Not `Config.id`, which states most parameters: the default of a new one is what kernels did until then, so that what
+    was stored before stays the same configuration.
     """
     stated = {field.name: getattr(config, field.name) for field in fields(config)}
     defaults = {field.name: field.default for field in fields(config)}
@@ -160,7 +160,7 @@ def config_columns(config: Config) -> dict[str, Any]:
     return {
         "name": config_name(config),
         "family": config.family,
-        "parameters": json.dumps(config.to_dict(), sort_keys=True),
+        "parameters": json.dumps(config.to_stored(), sort_keys=True),
     }
 
 

@@ -97,7 +97,7 @@ def write_shipped(rows: Sequence[Shipped], path: Path | None = None) -> Path:
 
 def shipped_to_dict(row: Shipped) -> dict[str, Any]:
     """A row as JSON."""
-    return {**asdict(row), "config": row.config.to_dict()}
+    return {**asdict(row), "config": row.config.to_stored()}
 
 
 def _from_dict(row: dict[str, Any]) -> Shipped:

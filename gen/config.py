@@ -25,6 +25,8 @@ class _Parameters:
         group: What people call it together with its kin.
         features: What of `Problem.asked` its template has.
         abbreviations: Of the parameters, as an id has them.
+        later: Parameters that came when configurations were already stored: at its default, such a one is neither in an
+            id nor stored. What was there before thus keeps its id, and with it its source, in which that stands.
         choices: Of the parameters.
         ungated: Parameters that no arithmetic depends on: configurations that differ in these alone are valid together,
             unless they contradict themselves.
@@ -34,6 +36,7 @@ class _Parameters:
     group: ClassVar[str]
     features: ClassVar[frozenset[str]]
     abbreviations: ClassVar[dict[str, str]]
+    later: ClassVar[frozenset[str]] = frozenset()
     choices: ClassVar[dict[str, tuple[int | bool, ...]]]
     ungated: ClassVar[frozenset[str]] = frozenset()
 
@@ -57,14 +60,23 @@ class _Parameters:
 
     @property
     def id(self) -> str:
-        """A readable name that `parse_config` takes back, such as ``mma_q64_kv64_w4_s1_sw128_k1_v1_b1_r2``."""
-        return "_".join(
-            [self.family, *(f"{self.abbreviations[f.name]}{int(getattr(self, f.name))}" for f in fields(self))]
-        )
+        """A readable name that `parse_config` takes back, such as ``mma_q64_kv64_w4_s1_sw128_k1_v1_b1_r2_u1``."""
+        return "_".join([self.family, *(f"{self.abbreviations[name]}{int(value)}" for name, value in self._stated())])
 
     def to_dict(self) -> dict[str, Any]:
-        """The parameters by name, with the family: what is stored."""
+        """The parameters by name, with the family."""
         return {"family": self.family, **vars(self)}
+
+    def to_stored(self) -> dict[str, Any]:
+        """The same as it is stored: without what is not in an id either. `config_from_dict` takes both back."""
+        return {"family": self.family, **dict(self._stated())}
+
+    def _stated(self) -> list[tuple[str, int | bool]]:
+        """The parameters with their values, but for later ones at their default."""
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        return [
+            (field.name, value) for field, value in values if field.name not in self.later or value != field.default
+        ]
 
 
 @dataclass(frozen=True, order=True)
@@ -81,8 +93,10 @@ class MmaConfig(_Parameters):
         k_in_registers: Keep this warp's K fragments of S = QK^T in registers, or read them again for each tile.
         v_in_registers: The same for V in dP = dO V^T.
         min_blocks_per_sm: Second argument of ``__launch_bounds__``: caps the registers so that as many blocks fit.
-        dq_vector: Floats a thread adds to dQ by one ``red.global``: 1, 2 or 4.
+        dq_vector: Floats a thread adds to dQ by one ``red.global``: 1, 2 or 4. To dK and dV too, where they are sums.
         unroll_dq: Unroll the loop over keys of dQ = dS K. A loop keeps fewer operands in flight, and so in registers.
+        split_group: Give each query head of a group blocks of its own, whose dK and dV are added up in global memory;
+            else a block goes over the heads of the group, one after another.
     """
 
     family: ClassVar[str] = "mma"
@@ -99,7 +113,9 @@ class MmaConfig(_Parameters):
         "min_blocks_per_sm": "b",
         "dq_vector": "r",
         "unroll_dq": "u",
+        "split_group": "g",
     }
+    later: ClassVar[frozenset[str]] = frozenset({"split_group"})
     choices: ClassVar[dict[str, tuple[int | bool, ...]]] = {
         "block_q": (16, 32, 64, 128),
         "block_kv": (32, 64, 128),
@@ -111,6 +127,7 @@ class MmaConfig(_Parameters):
         "min_blocks_per_sm": (1, 2, 3),
         "dq_vector": (1, 2, 4),
         "unroll_dq": (False, True),
+        "split_group": (False, True),
     }
     ungated: ClassVar[frozenset[str]] = frozenset({"dq_vector", "unroll_dq"})
 
@@ -124,6 +141,7 @@ class MmaConfig(_Parameters):
     min_blocks_per_sm: int = 1
     dq_vector: int = 2
     unroll_dq: bool = True
+    split_group: bool = False
 
     @property
     def row_groups(self) -> int:
@@ -349,7 +367,7 @@ w64 and w64lag the ones for Hopper."""
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:
-    """The configuration that `to_dict` wrote. Nothing of it is trusted: every field is checked.
+    """The configuration that `to_stored` or `to_dict` wrote. Nothing of it is trusted: every field is checked.
 
     A parameter that was added later is missing in what was stored before: its default is what kernels did until then.
 
@@ -362,15 +380,22 @@ def config_from_dict(values: dict[str, Any]) -> Config:
         raise UsageError(f"unknown kernel family {family!r}: known are {', '.join(FAMILIES)}")
     config_type = FAMILIES[family]
     known = {field.name for field in fields(config_type)}
-    needed = {field.name for field in fields(config_type) if field.default is MISSING}
+    needed = _needed(config_type)
     if not needed <= set(values) <= known:
         wrong = ", ".join(sorted((set(values) - known) | (needed - set(values))))
         raise UsageError(f"a stored {family} configuration has unknown or missing parameters: {wrong}")
     return config_type(**values)
 
 
+def _needed(config_type: type[Config]) -> set[str]:
+    """The parameters without a default."""
+    return {field.name for field in fields(config_type) if field.default is MISSING}
+
+
 def parse_config(text: str) -> Config:
     """A preset's name, such as ``v2``, or a configuration's id.
+
+    A parameter with a default may be missing, as in an id that was written before it was added.
 
     Raises:
         UsageError: Neither of them, with what would be.
@@ -378,16 +403,17 @@ def parse_config(text: str) -> Config:
     if text in PRESETS:
         return PRESETS[text]
     family, _, rest = text.partition("_")
-    if family in FAMILIES:
+    if config_type := FAMILIES.get(family):
         pairs = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in rest.split("_")]
-        found = {match[1]: int(match[2]) for match in pairs if match}
-        if all(pairs) and list(found) == list(FAMILIES[family].abbreviations.values()):
-            choices = FAMILIES[family].choices
-            values: dict[str, Any] = {
-                name: bool(found[short]) if isinstance(choices[name][0], bool) else found[short]
-                for name, short in FAMILIES[family].abbreviations.items()
-            }
-            return FAMILIES[family](**values)
+        stated = {match[1]: int(match[2]) for match in pairs if match}
+        names = {name: short for name, short in config_type.abbreviations.items() if short in stated}
+        # All of them are parameters, each once and in its place.
+        if [match and match[1] for match in pairs] == list(names.values()) and _needed(config_type) <= names.keys():
+            values: dict[str, Any] = {name: stated[short] for name, short in names.items()}
+            for name, value in values.items():
+                if isinstance(config_type.choices[name][0], bool) and value in (0, 1):
+                    values[name] = bool(value)
+            return config_type(**values)
     raise UsageError(f"unknown configuration {text!r}: use {', '.join(PRESETS)} or an id such as {PRESETS['v2'].id}")
 
 

@@ -40,7 +40,7 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
     elif isinstance(config, WgmmaConfig):
         reason = _wgmma_refusal(problem, config, device)
     else:
-        reason = _mma_refusal(problem.head_dim, config)
+        reason = _mma_refusal(problem, config)
     if reason:
         return reason
     needs = estimate(problem, config)
@@ -79,8 +79,12 @@ def _feature_refusal(problem: Problem, config: Config) -> str | None:
     return f"the {config.family} kernels have no {named}: the {' and '.join(others)} kernels do"
 
 
-def _mma_refusal(head_dim: int, config: MmaConfig) -> str | None:
-    warps, per_row_group = config.num_warps, config.warps_per_row_group
+def _mma_refusal(problem: Problem, config: MmaConfig) -> str | None:
+    if config.split_group and problem.heads_q == problem.heads_kv:
+        return "a group is one query head: there is nothing to split"
+    if config.split_group and problem.deterministic:
+        return "dK and dV of a split group are added up in any order, which is not deterministic"
+    head_dim, warps, per_row_group = problem.head_dim, config.num_warps, config.warps_per_row_group
     if config.block_kv % (FRAGMENT_COLUMNS * per_row_group):
         return (
             f"S does not divide: {config.block_kv} keys among {per_row_group} warps are not a multiple of "

@@ -117,7 +117,8 @@ def matrix() -> tuple[Kernel, ...]:
         if not features or head_dim in ALL_FEATURES_AT
     ]
     problems = [
-        Problem(("bf16", "fp16")[number % 2], 1, 1, 1, 256, 256, head_dim, **mask, **features)
+        # With a group, so that kernels that split it are among those drawn; cases have groups and none.
+        Problem(("bf16", "fp16")[number % 2], 1, 2, 1, 256, 256, head_dim, **mask, **features)
         for number, (head_dim, mask, features) in enumerate(kinds)
     ]
     return tuple(

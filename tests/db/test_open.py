@@ -689,6 +689,32 @@ def test_what_past_versions_wrote_opens_for_ever(database: Path, path: Path) -> 
     assert Store.open(database, read_only=True).winners() == [first, *others]
 
 
+@pytest.mark.parametrize("path", sorted(FIXTURES.glob("schema_*.sqlite")), ids=lambda path: path.stem)
+def test_a_configuration_of_a_past_version_is_the_same_one_today(database: Path, path: Path) -> None:
+    """Its parameters were fewer; the others are at their defaults."""
+    shutil.copy(path, database)
+    problem = Problem.parse("8_16_4096_128", causal=True)
+
+    def configurations() -> list[tuple[Any, ...]]:
+        with contextlib.closing(sqlite3.connect(database)) as connection:
+            return connection.execute("SELECT id, name, family, parameters FROM configurations ORDER BY id").fetchall()
+
+    with contextlib.closing(Store.open(database)) as store:
+        before = configurations()
+        for name in ("v1", "v2", "v3"):
+            identity = {"source_hash": f"source of {name}", "arch": "sm_90a", "toolchain": "13.0.88"}
+            variant = store.find_variant(problem, PRESETS[name], **identity)
+            assert variant is not None
+            store.record_variant(problem, variant)
+        assert configurations() == before
+        split = replace(PRESETS["v1"], split_group=True)
+        assert (
+            store.find_variant(problem, split, source_hash="source of v1", arch="sm_90a", toolchain="13.0.88") is None
+        )
+        store.record_variant(problem, replace(variant, config=split))
+        assert len(configurations()) == len(before) + 1
+
+
 def test_optuna_tables_of_another_optuna_are_refused_in_one_line(examples: Any) -> None:
     examples.store.optuna_storage()
     execute(Path(examples.store.url.database), "UPDATE alembic_version SET version_num = '0584bdc529eb'")

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ def test_an_id_names_one_configuration(config: Config) -> None:
 
 @given(configs)
 def test_what_is_stored_is_what_is_read(config: Config) -> None:
+    assert config_from_dict(config.to_stored()) == config
     assert config_from_dict(config.to_dict()) == config
 
 
@@ -45,6 +49,38 @@ def test_a_row_of_before_a_parameter_existed_means_what_kernels_did_then() -> No
     stored = PRESETS["v3"].to_dict()
     del stored["unroll_dq"]
     assert config_from_dict(stored) == PRESETS["v3"]
+    assert parse_config("mma_q32_kv64_w4_s2_sw128_k1_v1_b1_r2") == PRESETS["v3"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "stored"),
+    [
+        ("v1", "mma_q64_kv64_w4_s1_sw128_k1_v1_b1_r2_u1"),
+        ("v2", "mma_q64_kv64_w2_s1_sw128_k1_v1_b1_r2_u0"),
+        ("v3", "mma_q32_kv64_w4_s2_sw128_k1_v1_b1_r2_u1"),
+    ],
+)
+def test_the_presets_keep_the_ids_that_their_measurements_have(preset: str, stored: str) -> None:
+    assert PRESETS[preset].id == stored
+    assert parse_config(stored) == PRESETS[preset]
+
+
+@given(configs)
+def test_a_later_parameter_is_stated_only_where_it_is_not_at_its_default(config: Config) -> None:
+    for name in config.later:
+        before = dataclasses.replace(config, **{name: type(config).__dataclass_fields__[name].default})
+        assert name not in before.to_stored()
+        assert (config.id == before.id) == (config == before)
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def test_ids_in_results_are_ids_of_today() -> None:
+    rows = [row for path in RESULTS.glob("*.json") for row in json.loads(path.read_text())["rows"]]
+    ids = {row["config"] for row in rows if row["config"]}
+    assert ids
+    assert {parse_config(name).id for name in ids} == ids
 
 
 @pytest.mark.parametrize(
@@ -83,7 +119,11 @@ def test_a_needed_parameter_must_be_there() -> None:
         "wgmma_q64_kv64",
         PRESETS["v1"].id + "_x1",
         PRESETS["v1"].id.replace("q64", "q65"),
-        PRESETS["v1"].id.replace("_k1", ""),
+        PRESETS["v1"].id.replace("_q64", ""),
+        PRESETS["v1"].id.replace("_q64", "_q64_q64"),
+        PRESETS["v1"].id.replace("_k1", "_k7"),
+        PRESETS["v1"].id.replace("_k1", "_"),
+        PRESETS["v1"].id + "_g1_g1",
         PRESETS["v1"].id.replace("mma_", "mmat_"),
         PRESETS["t64"].id.replace("_h4", "_h3"),
         PRESETS["v1"].id.replace("q64_kv64", "kv64_q64"),

@@ -18,7 +18,7 @@ SEED = Problem.parse("8_16_4096_128", causal=True)
 @pytest.mark.parametrize("device", [RTX_5090, H200], ids=lambda device: device.arch)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_value_of_every_parameter_is_in_some_valid_configuration(device: Device, head_dim: int) -> None:
-    valid = valid_configs(Problem.parse(f"8_16_4096_{head_dim}", causal=True), device)
+    valid = valid_configs(Problem.parse(f"8_16_4_4096_{head_dim}", causal=True), device)
     for family, config_type in FAMILIES.items():
         if family == "wgmma" and not device.has_wgmma:
             assert not [config for config in valid if config.family == family]
@@ -111,6 +111,26 @@ def test_a_refusal_of_the_transposed_family_says_why(changes: dict[str, int], sa
     reason = refusal(SEED, dataclasses.replace(PRESETS["t128"], **changes), H200)
     assert reason is not None
     assert re.search(said, reason), reason
+
+
+GROUPED = dataclasses.replace(SEED, heads_kv=4)
+
+
+def test_a_group_is_split_where_there_is_one() -> None:
+    """And then with whatever else is asked for, but for an order of sums."""
+    for config in (PRESETS["v1"], PRESETS["v2"], PRESETS["v3"]):
+        split = dataclasses.replace(config, split_group=True)
+        assert refusal(SEED, split, H200) == "a group is one query head: there is nothing to split"
+        for features in ({}, {"window_left": 9}, {"bottom_right": True}, {"softcap": True}, {"varlen": True}):
+            assert refusal(dataclasses.replace(GROUPED, **features), split, H200) is None
+        assert "not deterministic" in (refusal(dataclasses.replace(GROUPED, deterministic=True), split, H200) or "")
+
+
+def test_a_group_that_is_split_needs_what_a_whole_one_does() -> None:
+    splits = [config for config in valid_configs(GROUPED, RTX_5090) if getattr(config, "split_group", False)]
+    wholes = [dataclasses.replace(config, split_group=False) for config in splits]
+    assert set(wholes) == {config for config in valid_configs(SEED, RTX_5090) if config.family == "mma"}
+    assert all(estimate(GROUPED, a) == estimate(GROUPED, b) for a, b in zip(splits, wholes, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,16 @@ def test_a_winner_that_does_not_fit_the_device(
     assert "bytes of shared memory" in choose(PROBLEM, 0).reason
 
 
+def test_a_winner_that_splits_groups_serves_grouped_heads(host: Device, store_winner: Callable[..., None]) -> None:
+    split = replace(PRESETS["v3"], split_group=True)
+    store_winner(Problem.parse("2_4_1_128_64", causal=True), split)
+    assert chosen_config(Problem.parse("2_4_2_300_64", causal=True)) == split.id
+    assert choose(PROBLEM, 0).reason.endswith("cannot be used: a group is one query head: there is nothing to split")
+    store_winner(Problem.parse("1_1_999_64", causal=True), PRESETS["v2"])
+    dispatch.forget()
+    assert chosen_config() == PRESETS["v2"].id
+
+
 def test_sizes_that_the_kernel_cannot_count(host: Device, store_winner: Callable[..., None]) -> None:
     store_winner(PROBLEM)
     huge = PROBLEM.resized(batch=2**20, heads_q=2**10, heads_kv=2**10, seqlen_q=2**20, seqlen_kv=2**20)

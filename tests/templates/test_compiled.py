@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from covering import covering_configs, valid_presets
 
@@ -59,6 +61,18 @@ FEATURED = (
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+def test_a_split_group_costs_the_presets_no_spills(device: Device) -> None:
+    problem = replace(SEED, heads_kv=4)
+    configs = tuple(replace(PRESETS[name], split_group=True) for name in ("v2", "v3"))
+    for variant in compiled(problem, configs, device):
+        assert variant.resources
+        assert variant.library
+        assert variant.resources.spill_bytes == variant.resources.stack_bytes == 0
+        info, needs = Kernel.load(variant.library).info, estimate(problem, variant.source.config)
+        assert (info.threads, info.shared_memory_bytes) == (needs.threads, needs.shared_memory_bytes)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
 @pytest.mark.parametrize("problem", FEATURED, ids=lambda problem: problem.kind)
 def test_features_do_not_spill(device: Device, problem: Problem) -> None:
     config = MmaConfig(32, 64, 4, stages=2, v_in_registers=False, unroll_dq=False)
@@ -72,7 +86,7 @@ def test_features_do_not_spill(device: Device, problem: Problem) -> None:
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_value_of_every_parameter_compiles(device: Device, head_dim: int) -> None:
-    problem = Problem.parse(f"8_16_4096_{head_dim}", causal=head_dim == 128)
+    problem = Problem.parse(f"8_16_4_4096_{head_dim}", causal=head_dim == 128)
     for variant in compiled(problem, covering_configs(problem, device), device):
         assert variant.resources
         assert variant.library

@@ -22,6 +22,7 @@ from tests import feature_matrix
 from tests.feature_matrix import HEAD_DIMS, MASKS, matrix
 
 MATRIX = matrix()
+SAMPLE = MATRIX[::11]  # a stride that is prime to the numbers of masks and of features walks through all of both
 
 
 def wrong(kernels: Sequence[feature_matrix.Kernel], verifier: Verifier, device: Device) -> list[str]:
@@ -40,11 +41,11 @@ def test_the_matrix_has_every_mask_with_every_feature_and_thousands_of_cases() -
     assert sum(len(kernel.cases) for kernel in MATRIX) >= 2000
     assert len({kernel.name for kernel in MATRIX}) == len(MATRIX)
     assert all(case.problem.kind == kernel.problem.kind for kernel in MATRIX for case in kernel.cases)
+    assert {getattr(kernel.config(HOST), "split_group", None) for kernel in SAMPLE} >= {False, True}
     assert {kernel.problem.head_dim for kernel in MATRIX} >= {32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}
 
 
-# A stride that is prime to the numbers of masks and of features walks through all of both.
-@pytest.mark.parametrize("kernel", MATRIX[::11], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", SAMPLE, ids=lambda kernel: kernel.name)
 def test_a_sample_on_the_host(kernel: feature_matrix.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BWDTUNE_HOST_RACECHECK", "1")
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", "2")
@@ -116,6 +117,31 @@ def test_what_lies_behind_a_sequence_does_not_matter() -> None:
         for name, ours, theirs in zip(("dq", "dk", "dv"), found, expected, strict=True):
             end = 100 if name == "dq" else 70
             assert torch.equal(ours[:, :, :end], theirs[:, :, :end])
+
+
+@pytest.mark.parametrize("split_group", [False, True])
+def test_keys_outside_of_all_sequences_are_left_as_they_were(split_group: bool) -> None:
+    problem = Problem("bf16", 2, 4, 2, 40, 40, 64, causal=True, varlen=True)
+    kernel = Kernel.load(library_of(problem, replace(PRESETS["v3"], split_group=split_group)))
+    case = Case(problem, "normal", lengths=((20, 30), (40, 40)))
+    inputs = make_inputs(case, torch.device("cpu"))
+    tensors = [inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse]
+    _, *expected = backward(kernel, *tensors, case.scale, inputs.features)
+    before, after = 16, 8
+    k, v = (torch.nn.functional.pad(tensor, (0, 0, before, after), value=math.nan) for tensor in tensors[1:3])
+    sequences = inputs.features.sequences
+    assert sequences
+    moved = replace(sequences, cu_seqlens_kv=sequences.cu_seqlens_kv + before)
+    dq, dk, dv = torch.empty_like(inputs.q), torch.full_like(k, 7.0), torch.full_like(v, 7.0)
+    q, _, _, o, dout, lse = tensors
+    kernel.launch(
+        q, k, v, o, dout, lse, dq, dk, dv, scale=case.scale, features=replace(inputs.features, sequences=moved)
+    )
+    for gradient, exact in zip((dk, dv), expected, strict=True):
+        inside = gradient[:, :, before:-after]
+        assert (inside - exact).norm() <= 1e-2 * exact.norm()
+        assert (gradient[:, :, :before] == 7).all()
+        assert (gradient[:, :, -after:] == 7).all()
 
 
 def library_of(problem: Problem, config: Config) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from covering import covering_configs, valid_presets
@@ -40,7 +42,7 @@ def check(verifier: Verifier, problem: Problem, configs: tuple[Config, ...]) -> 
 def test_presets_and_every_value_of_every_parameter(
     verifier: Verifier, dtype: str, causal: bool, head_dim: int
 ) -> None:
-    problem = Problem.parse(f"2_4_512_{head_dim}", dtype=dtype, causal=causal)
+    problem = Problem.parse(f"2_4_2_512_{head_dim}", dtype=dtype, causal=causal)
     device = current_device()
     check(verifier, problem, (*valid_presets(problem, device).values(), *covering_configs(problem, device)))
 
@@ -54,8 +56,10 @@ def test_other_head_dims(verifier: Verifier, causal: bool, head_dim: int) -> Non
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_grouped_queries(verifier: Verifier, causal: bool) -> None:
-    problem = Problem.parse("2_8_2_512_128", causal=causal)
-    check(verifier, problem, tuple(valid_presets(problem, current_device()).values()))
+    presets = valid_presets(Problem.parse("2_8_2_512_128", causal=causal), current_device())
+    splits = tuple(replace(PRESETS[name], split_group=True) for name in ("v1", "v2", "v3"))
+    for shape in ("2_8_2_512_128", "1_6_1_512_128", "2_4_4_512_128"):
+        check(verifier, Problem.parse(shape, causal=causal), (*presets.values(), *splits))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -21,7 +21,7 @@ from bwdtune.gen.device import HOST
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.gen.space import refusal, valid_configs
-from bwdtune.runtime.kernel import Kernel, backward
+from bwdtune.runtime.kernel import Kernel, KernelError, backward
 from bwdtune.tuner.verify import Case, Verifier, make_inputs
 
 VERIFIER = Verifier("cpu")
@@ -60,6 +60,26 @@ def test_presets(preset: str, dtype: str, head_dim: int, causal: bool) -> None:
     problem = problem_of(dtype, head_dim, causal, group=1 if preset == "v1" else 2)
     record = VERIFIER.verify(problem, load(render(problem, PRESETS[preset])))
     assert record.passed, record.reason
+
+
+@pytest.mark.parametrize(("dtype", "causal"), [("bf16", True), ("fp16", False)])
+@pytest.mark.parametrize(("shape", "preset"), [("2_8_2_256_64", "v2"), ("1_4_1_256_128", "v3")])
+def test_groups_that_are_split(shape: str, preset: str, dtype: str, causal: bool) -> None:
+    problem = Problem.parse(shape, dtype=dtype, causal=causal)
+    record = VERIFIER.verify(problem, load(render(problem, dataclasses.replace(PRESETS[preset], split_group=True))))
+    assert record.passed, record.reason
+
+
+def test_a_split_group_needs_room_for_its_sums() -> None:
+    whole, split = (load(render(MUTATED_PROBLEM, config)) for config in (PRESETS["v3"], SPLIT))
+    sizes = (3, 8, 2, 100, 77)
+    assert split.workspace_bytes(*sizes) == whole.workspace_bytes(*sizes) + 2 * 3 * 2 * 77 * 64 * 4
+    many = (1, 2**16, 2**15, 1, 2**21)  # 64 keys a block: 2^30 blocks, or twice as many
+    assert whole.workspace_bytes(*many) > 0
+    with pytest.raises(KernelError, match=r"passes 2\^31 - 1"):
+        split.workspace_bytes(*many)
+    longest = (1, 2, 1, 1, 2**31 - 65)
+    assert split.workspace_bytes(*longest) - whole.workspace_bytes(*longest) == 2 * longest[-1] * 64 * 4
 
 
 def test_a_small_backward_takes_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +160,8 @@ def points(draw: st.DrawFn) -> tuple[Problem, Config]:
     derandomize=True,
     database=None,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    # A point is drawn from a space that is enumerated for its problem.
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(points())
 def test_any_valid_configuration_at_any_sizes(point: tuple[Problem, Config]) -> None:
@@ -239,6 +260,25 @@ FEATURE_MUTATIONS: dict[str, tuple[str, str]] = {
     "the cap has no slope": ("(1.0f - capped * capped)", "1.0f"),
     "a cap of another base": ("arguments.softcap * LOG2_E", "arguments.softcap"),
 }
+SPLIT = dataclasses.replace(PRESETS["v3"], split_group=True)
+SPLIT_MUTATIONS: dict[str, tuple[str, str]] = {
+    "the first head's queries for all": ("first_place = {query_head, ", "first_place = {kv_head, "),
+    "another group's keys": (
+        "query_head / (arguments.heads_q / arguments.heads_kv)",
+        "query_head % arguments.heads_kv",
+    ),
+    "dV's sum is not cleared": ("  float delta = 0.0f;", "  if (gradient == 2) return;\n  float delta = 0.0f;"),
+    "dV is dK's sum": ("key_rows(a.dv, main.dv_accumulator", "key_rows(a.dv, main.dk_accumulator"),
+    "dV with dK's scale": ("main.dv_accumulator, 1.0f)", "main.dv_accumulator, a.scale)"),
+    "the sums of one key head for all": (
+        "* arguments.heads_kv + kv_head) * arguments.seqlen_kv",
+        "* 1) * arguments.seqlen_kv",
+    ),
+    "a sum past the end": ("rows_left = arguments.seqlen_kv - key;", "rows_left = BLOCK_KV;"),
+    "a workspace for dK alone": ("+ 2 * dkv_accumulator_elements(a)", "+ dkv_accumulator_elements(a)"),
+    "the last rows are not converted": ("= query_row_blocks(a) + 2 *", "= query_row_blocks(a) - 1 + 2 *"),
+}
+
 FEATURED_PROBLEM = dataclasses.replace(
     MUTATED_PROBLEM,
     causal=False,
@@ -251,20 +291,25 @@ FEATURED_PROBLEM = dataclasses.replace(
 )
 
 
-def mutated(name: str, old: str, new: str, preset: str = "v3", problem: Problem = MUTATED_PROBLEM) -> Source:
-    right = render(problem, PRESETS[preset])
+def mutated(
+    name: str, old: str, new: str, config: Config = PRESETS["v3"], problem: Problem = MUTATED_PROBLEM
+) -> Source:
+    right = render(problem, config)
     assert old in right.text, f"{name}: the template no longer says {old!r}"
     return Source(right.kind, right.config, right.text.replace(old, new))
 
 
 @functools.cache
 def mutated_sources() -> dict[str, Source]:
-    transposed = {name: mutated(name, old, new, preset) for name, (preset, old, new) in TRANSPOSED_MUTATIONS.items()}
+    transposed = {
+        name: mutated(name, old, new, PRESETS[preset]) for name, (preset, old, new) in TRANSPOSED_MUTATIONS.items()
+    }
     featured = {name: mutated(name, *change, problem=FEATURED_PROBLEM) for name, change in FEATURE_MUTATIONS.items()}
-    return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed | featured
+    split = {name: mutated(name, *change, SPLIT) for name, change in SPLIT_MUTATIONS.items()}
+    return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed | featured | split
 
 
-@pytest.mark.parametrize("name", [*MUTATIONS, *TRANSPOSED_MUTATIONS, *FEATURE_MUTATIONS])
+@pytest.mark.parametrize("name", [*MUTATIONS, *TRANSPOSED_MUTATIONS, *FEATURE_MUTATIONS, *SPLIT_MUTATIONS])
 def test_a_fault_in_the_kernel_is_caught(name: str) -> None:
     build_all(list(mutated_sources().values()))
     problem = FEATURED_PROBLEM if name in FEATURE_MUTATIONS else MUTATED_PROBLEM
@@ -276,5 +321,5 @@ def test_a_copy_over_v_before_all_have_it_is_caught() -> None:
     """dO's only stage lies where V is at the start, with head_dim 128."""
     problem = dataclasses.replace(MUTATED_PROBLEM, head_dim=128)
     everybody = "ptx::sync_threads();\n  if (producer) load_first(true);"
-    source = mutated("dO over V", everybody, "if (producer) load_first(true);", "t64", problem)
+    source = mutated("dO over V", everybody, "if (producer) load_first(true);", PRESETS["t64"], problem)
     assert "race: cp.async.bulk" in VERIFIER.verify(problem, load(source)).reason

@@ -39,6 +39,11 @@ FEATURED = {
         (Problem.parse("8_16_4096_64", causal=True, softcap=True), "v3"),
         (Problem.parse("8_16_4096_128", causal=True, varlen=True), OTHERS[0]),
         (Problem.parse("8_16_4096_128", causal=True, deterministic=True), "v3"),
+        (
+            Problem.parse("8_16_2_4096_128", causal=True, bottom_right=True),
+            "mma_q32_kv64_w4_s2_sw128_k1_v1_b1_r4_u1_g1",
+        ),
+        (Problem.parse("8_16_2_4096_64", varlen=True), "mma_q64_kv32_w1_s3_sw0_k1_v0_b1_r1_u0_g1"),
         (Problem.parse("8_16_4096_80", window_left=50, varlen=True, deterministic=True, softcap=True), OTHERS[2]),
     )
 }

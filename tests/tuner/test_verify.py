@@ -183,7 +183,7 @@ def test_presets_on_a_gpu(gpu_verifier: Verifier, shape: str, dtype: str, causal
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_value_of_every_parameter_on_a_gpu(gpu_verifier: Verifier, head_dim: int, causal: bool) -> None:
-    problem, device = Problem.parse(f"1_2_512_{head_dim}", causal=causal), current_device()
+    problem, device = Problem.parse(f"1_4_2_512_{head_dim}", causal=causal), current_device()
     failures = []
     for kernel in built(problem, covering_configs(problem, device), device.arch):
         record = gpu_verifier.verify(problem, kernel)

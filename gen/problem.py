@@ -298,3 +298,19 @@ def band(seqlen_q: int, seqlen_kv: int, left: int, right: int, bottom_right: boo
     """
     diagonal = seqlen_kv - seqlen_q if bottom_right else 0
     return -seqlen_q if left == UNLIMITED else diagonal - left, seqlen_kv if right == UNLIMITED else diagonal + right
+
+
+def distance(a: Problem, b: Problem) -> float:
+    """How far apart two problems of a kind are in size: by how many times, in powers of 2, lengths, heads and so on."""
+
+    def measures(problem: Problem) -> tuple[float, ...]:
+        return (
+            problem.seqlen_q,
+            problem.seqlen_kv,
+            problem.batch * problem.heads_q,
+            problem.heads_q / problem.heads_kv,
+            # A mask that is only causal shows as many as the lengths say.
+            max(problem.query_key_pairs, 1) / problem.query_positions if problem.mask == WINDOW else 1,
+        )
+
+    return sum(abs(math.log2(x / y)) for x, y in zip(measures(a), measures(b), strict=True))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import threading
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from ..gen.build import build_one
 from ..gen.config import Config
 from ..gen.device import Device
 from ..gen.errors import BwdtuneError
-from ..gen.problem import UNLIMITED, WINDOW, Problem
+from ..gen.problem import UNLIMITED, WINDOW, Problem, distance
 from ..gen.render import render
 from ..gen.space import refusal
 from .gpu import current_device, gpu_key
@@ -145,7 +144,7 @@ def _nearest(problem: Problem, device: Device, stored: tuple[Winner, ...]) -> li
     return sorted(
         (winner for winner in stored if winner.environment.gpu == gpu and winner.problem.kind == problem.kind),
         # Of two for the same problem the one that was found without another card's limits.
-        key=lambda winner: (winner.problem != problem, _distance(winner.problem, problem), winner.limits is not None),
+        key=lambda winner: (winner.problem != problem, distance(winner.problem, problem), winner.limits is not None),
     )
 
 
@@ -159,7 +158,7 @@ def _nearest_shipped(problem: Problem, device: Device) -> list[Shipped]:
     gpu = gpu_key(device)
     return sorted(
         (row for row in _shipped() if row.gpu.capability == gpu.capability and row.problem.kind == problem.kind),
-        key=lambda row: (row.gpu != gpu, row.problem != problem, _distance(row.problem, problem)),
+        key=lambda row: (row.gpu != gpu, row.problem != problem, distance(row.problem, problem)),
     )
 
 
@@ -198,17 +197,3 @@ def _any_size(problem: Problem) -> Problem:
     """One problem for all of a kind."""
     one = problem.resized(batch=1, heads_q=1, heads_kv=1, seqlen_q=1, seqlen_kv=1)
     return replace(one, causal=False, window_left=1, window_right=UNLIMITED) if one.mask == WINDOW else one
-
-
-def _distance(a: Problem, b: Problem) -> float:
-    def measures(problem: Problem) -> tuple[float, ...]:
-        return (
-            problem.seqlen_q,
-            problem.seqlen_kv,
-            problem.batch * problem.heads_q,
-            problem.heads_q / problem.heads_kv,
-            # A mask that is only causal shows as many as the lengths say.
-            max(problem.query_key_pairs, 1) / problem.query_positions if problem.mask == WINDOW else 1,
-        )
-
-    return sum(abs(math.log2(x / y)) for x, y in zip(measures(a), measures(b), strict=True))

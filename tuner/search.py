@@ -12,6 +12,7 @@ the best is stored as the best emulated one, which never wins.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,16 +23,19 @@ from ..db.errors import InvalidRecord
 from ..db.records import (
     EMULATED,
     MEASURED,
+    EmulatedBest,
     Environment,
     MeasurementRecord,
     StoredMeasurement,
     VerificationRecord,
+    Winner,
 )
+from ..db.shipped import Shipped, read_shipped
 from ..gen.build import Variant
 from ..gen.config import PRESETS, Config, preset_name
 from ..gen.device import HOST_ARCH, Device
 from ..gen.errors import BwdtuneError
-from ..gen.problem import Problem
+from ..gen.problem import Problem, distance
 from ..gen.render import Source, render
 from ..gen.space import refusal, space_hash
 from ..gen.toolchain import ToolchainError
@@ -50,6 +54,9 @@ FINALISTS = 4
 
 PEERS = ("fa", "cudnn")
 """PyTorch's own backward kernels, which run in the final race."""
+
+HEAD_STARTS = 4
+"""What has won elsewhere on such a card and is tried before what a sampler proposes: few, since much of it is alike."""
 
 _SLOWED = 1.1  # the incumbent takes so much longer than before: the card is not what it was
 
@@ -265,7 +272,8 @@ class _Tuning(CandidateSearch):
             )
 
     def find(self) -> SearchResult:
-        proposals = Proposals(self.configs, sampler=self.options.sampler, seed=self.seed, first=tuple(PRESETS.values()))
+        first = (*PRESETS.values(), *self._head_starts())
+        proposals = Proposals(self.configs, sampler=self.options.sampler, seed=self.seed, first=first)
         for config, outcome in self._log.past():
             if proposals.learn(config, outcome):
                 self.counts.earlier += 1
@@ -286,6 +294,30 @@ class _Tuning(CandidateSearch):
         if self._noisy:
             self.notes.append(f"{self._noisy} timings were noisy: see above, and search again on an idle GPU")
         return self.result(status, rows, proposals, winner, self._environment)
+
+    def _head_starts(self) -> list[Config]:
+        """What won the problems nearest to this one on such a card: of those in the database and those shipped."""
+        gpu, options = self._environment.gpu, self.options
+        found: list[Winner | EmulatedBest | Shipped] = []
+        if options.emulate:
+            found += (best for best in self.store.emulated_bests() if best.target == options.emulate)
+            found += (row for row in read_shipped() if row.kind == EMULATED)
+        else:
+            found += (one for one in self.store.winners() if (one.environment.gpu, one.limits) == (gpu, options.limits))
+            found += (row for row in read_shipped() if row.kind == MEASURED and row.gpu.capability == gpu.capability)
+
+        def far(other: Problem) -> tuple[bool, bool, float]:
+            mine = self.problem
+            return other.head_dim != mine.head_dim, other.mask != mine.mask, distance(other, mine)
+
+        nearest = dict.fromkeys(one.config for one in sorted(found, key=lambda one: far(one.problem)))
+        presets = set(PRESETS.values())
+        fitting = (
+            config
+            for config in nearest
+            if config not in presets and refusal(self.problem, config, self.space_device) is None
+        )
+        return list(itertools.islice(fitting, HEAD_STARTS))
 
     def known_outcome(self, candidate: Candidate) -> Outcome | None:
         stored = self._stored(candidate.config, candidate.source)

@@ -32,7 +32,9 @@ from search_fakes import (
     run_search,
 )
 
-from bwdtune.db.records import Environment, GpuKey, VerificationRecord, Winner
+from bwdtune.db import shipped
+from bwdtune.db.records import MEASURED, Environment, GpuKey, VerificationRecord, Winner
+from bwdtune.db.shipped import Shipped
 from bwdtune.db.store import Store
 from bwdtune.gen.build import Variant, build
 from bwdtune.gen.config import PRESETS, Config, parse_config
@@ -47,7 +49,7 @@ from bwdtune.tuner.candidates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYT
 from bwdtune.tuner.cost_model import ranked
 from bwdtune.tuner.options import SAMPLERS, SearchOptions
 from bwdtune.tuner.report import SearchResult, progress_for
-from bwdtune.tuner.search import PEERS, search
+from bwdtune.tuner.search import HEAD_STARTS, PEERS, search
 from bwdtune.tuner.timing import SEARCH_POLICY
 from bwdtune.tuner.worker import Worker, WorkerError
 
@@ -92,6 +94,57 @@ def test_presets_are_tried_first(database: Path, sampler: str) -> None:
     builder = FakeBuilder()
     run_search(database, builder=builder, trials=len(presets), sampler=sampler)
     assert {config for config, _ in builder.compiled} == set(presets.values())
+
+
+def presets_and(trials: int) -> int:
+    """So many trials, and one for each preset."""
+    return len(valid_presets(PROBLEM, H200)) + trials
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_what_won_another_size_is_tried_next(database: Path, sampler: str) -> None:
+    slow = set(PRESETS.values())
+    bench = FakeBench(cost=lambda config: 50.0 + cost_ms(config) if config in slow else cost_ms(config))
+    longer = replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
+    winner = run_search(database, problem=longer, bench=bench, trials=presets_and(6), sampler="random").winner
+    assert winner
+    bench = FakeBench()
+    run_search(database, bench=bench, trials=presets_and(1), sampler=sampler)
+    assert set(bench.verified) == {*valid_presets(PROBLEM, H200).values(), winner.config}
+    bench = FakeBench()
+    other_card = replace(H200, name="another card")
+    run_search(database, bench=bench, trials=presets_and(1), sampler="exhaustive", device=other_card)
+    assert winner.config not in bench.verified
+
+
+def test_what_is_shipped_for_such_a_card_is_tried_next(database: Path) -> None:
+    """The nearest first, and only a few of them."""
+    configs = [config for config in valid_configs(PROBLEM, H200) if config not in PRESETS.values()][: HEAD_STARTS + 2]
+    sizes = [4096 // 2**n for n in range(len(configs))]
+    rows = [shipped_for(replace(PROBLEM, seqlen_q=s, seqlen_kv=s), c) for s, c in zip(sizes, configs, strict=True)]
+    shipped.write_shipped(rows[::-1])
+    bench = FakeBench()
+    run_search(database, bench=bench, trials=presets_and(HEAD_STARTS + 1), sampler="random")
+    assert set(configs[:HEAD_STARTS]) < set(bench.verified)
+    assert not set(configs[HEAD_STARTS:]) & set(bench.verified)
+
+
+def shipped_for(problem: Problem, config: Config) -> Shipped:
+    return Shipped(
+        problem=problem,
+        config=config,
+        gpu=ENVIRONMENT.gpu,
+        kind=MEASURED,
+        environment=ENVIRONMENT,
+        policy=SEARCH_POLICY.id,
+        date="2026-01-01T00:00:00+00:00",
+        command="tuner search",
+        ms=1.0,
+        cycles=None,
+        max_error=2e-3,
+        source_hash="0123456789abcdef",
+        template_hash="fedcba9876543210",
+    )
 
 
 def test_a_seed_repeats_a_search_however_the_compilers_race(tmp_path: Path) -> None:
@@ -834,9 +887,10 @@ def test_progress_tells_the_best_so_far_and_what_fell(database: Path, terminal: 
 
 def test_overhead_is_small(database: Path) -> None:
     """All but compiling, checking and timing: told, and little for each candidate."""
+    start = time.process_time()  # a busy machine does not matter
     result = run_search(database, trials=60, bench=FakeBench(delay_s=0.005))
+    assert (time.process_time() - start) / 60 < 0.15
     assert result.seconds["total"] == pytest.approx(sum(result.seconds.values()) - result.seconds["total"])
-    assert result.seconds["overhead"] / 60 < 0.2
     assert any("overhead" in line for line in result.summary())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from .device import Device
 from .errors import UsageError
-from .problem import Problem
+from .problem import FULL, Problem
 from .render import template_hash
 from .resources import FRAGMENT_COLUMNS, blocks_per_sm, columns_per_warp, estimate, key_group_warps
 
@@ -120,7 +120,7 @@ def _wgmma_refusal(problem: Problem, config: WgmmaConfig, device: Device) -> str
         return f"head_dim {problem.head_dim}: the wgmma kernels take {' and '.join(map(str, _WGMMA_HEAD_DIMS))}"
     if config.v_fragments > problem.head_dim // MMA_DEPTH:
         return f"V has {problem.head_dim // MMA_DEPTH} steps along head_dim: {config.v_fragments} cannot be kept"
-    if config.skip_masked and not problem.causal:
+    if config.skip_masked and problem.mask == FULL:
         return "there is no mask that would leave tiles to be skipped"
     if (needed := estimate(problem, config).registers) > _WGMMA_REGISTERS:
         return f"about {needed} registers a thread: two computing warpgroups have {_WGMMA_REGISTERS}"

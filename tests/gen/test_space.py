@@ -114,25 +114,34 @@ def test_a_refusal_of_the_transposed_family_says_why(changes: dict[str, int], sa
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "lacking"),
     [
-        ({"window_left": 512}, "no window"),
-        ({"window_right": 7, "causal": False, "bottom_right": True}, "no window and no bottom-right"),
-        ({"bottom_right": True}, "no bottom-right"),
-        ({"softcap": True}, "no softcap"),
-        ({"varlen": True, "deterministic": True}, "no varlen and no deterministic"),
-        ({"head_dim": 104}, "head_dim 104|does not divide"),
+        ({"window_left": 512}, {"mmat": "no window"}),
+        ({"window_right": 7, "causal": False, "bottom_right": True}, {"mmat": "no window and no bottom-right"}),
+        ({"bottom_right": True}, {"mmat": "no bottom-right"}),
+        ({"softcap": True}, {"mmat": "no softcap", "wgmma": "no softcap"}),
+        ({"varlen": True, "deterministic": True}, dict.fromkeys(("mmat", "wgmma"), "no varlen and no deterministic")),
+        ({"head_dim": 104}, {"mmat": "does not divide", "wgmma": "head_dim 104"}),
     ],
 )
-def test_what_only_the_mma_family_computes_is_refused_by_the_others(changes: dict[str, int], said: str) -> None:
+def test_what_a_family_does_not_compute_is_refused_with_its_name(
+    changes: dict[str, int], lacking: dict[str, str]
+) -> None:
     problem = dataclasses.replace(SEED, **changes)
     for config in PRESETS.values():
         reason = refusal(problem, config, H200)
-        if config.family == "mma":
-            assert reason is None
-        else:
+        if config.family in lacking:
             assert reason is not None
-            assert re.search(said, reason), reason
+            assert re.search(lacking[config.family], reason), reason
+        else:
+            assert reason is None, (config.id, reason)
+
+
+def test_only_what_a_mask_hides_can_be_skipped() -> None:
+    for features, masked in (({}, False), ({"causal": True}, True), ({"window_right": 5}, True)):
+        problem = Problem.parse("8_16_4096_128", **features)
+        reason = refusal(problem, PRESETS["w64lag"], H200)
+        assert (reason is None) == masked, reason
 
 
 @pytest.mark.parametrize("head_dim", [1, 20, 100, 264, 272])

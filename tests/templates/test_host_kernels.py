@@ -250,6 +250,20 @@ FEATURED_PROBLEM = dataclasses.replace(
     deterministic=True,
 )
 
+WGMMA_MUTATIONS: dict[str, tuple[str, str]] = {
+    "half a tile is skipped that is not dead": (
+        "kv_start > query_start + BLOCK_Q - 1 + high",
+        "kv_start > query_start + high",
+    ),
+    "a key's queries begin one too late": ("key - high : INT_MAX", "key - high + 1 : INT_MAX"),
+    "a key's queries end one too late": ("return key - low;", "return key - low + 1;"),
+    "the next head begins a tile too late": (
+        "query_start >= item.end_query_start",
+        "query_start > item.end_query_start",
+    ),
+}
+WGMMA_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, window_left=70, window_right=37, bottom_right=True)
+
 
 def mutated(name: str, old: str, new: str, preset: str = "v3", problem: Problem = MUTATED_PROBLEM) -> Source:
     right = render(problem, PRESETS[preset])
@@ -261,13 +275,21 @@ def mutated(name: str, old: str, new: str, preset: str = "v3", problem: Problem 
 def mutated_sources() -> dict[str, Source]:
     transposed = {name: mutated(name, old, new, preset) for name, (preset, old, new) in TRANSPOSED_MUTATIONS.items()}
     featured = {name: mutated(name, *change, problem=FEATURED_PROBLEM) for name, change in FEATURE_MUTATIONS.items()}
-    return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed | featured
+    wgmma = {name: mutated(name, *change, "w64lag", WGMMA_PROBLEM) for name, change in WGMMA_MUTATIONS.items()}
+    return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed | featured | wgmma
 
 
-@pytest.mark.parametrize("name", [*MUTATIONS, *TRANSPOSED_MUTATIONS, *FEATURE_MUTATIONS])
+PROBLEMS_OF_MUTATIONS = {
+    **dict.fromkeys([*MUTATIONS, *TRANSPOSED_MUTATIONS], MUTATED_PROBLEM),
+    **dict.fromkeys(FEATURE_MUTATIONS, FEATURED_PROBLEM),
+    **dict.fromkeys(WGMMA_MUTATIONS, WGMMA_PROBLEM),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS_OF_MUTATIONS)
 def test_a_fault_in_the_kernel_is_caught(name: str) -> None:
     build_all(list(mutated_sources().values()))
-    problem = FEATURED_PROBLEM if name in FEATURE_MUTATIONS else MUTATED_PROBLEM
+    problem = PROBLEMS_OF_MUTATIONS[name]
     record = VERIFIER.verify(problem, load(mutated_sources()[name]))
     assert not record.passed
 

@@ -110,7 +110,7 @@ def _any_config(family: str, problem: Problem, device: Device) -> Config | None:
 
 
 def matrix() -> tuple[Kernel, ...]:
-    """All of them, in a fixed order: of the mma family, which has every feature, and of the others with a feature."""
+    """All of them, in a fixed order: of the mma family, which has all features, and of the others what is not plain."""
     kinds = [
         (head_dim, mask, features)
         for head_dim, mask, features in itertools.product(HEAD_DIMS, MASKS, FEATURES)
@@ -125,7 +125,11 @@ def matrix() -> tuple[Kernel, ...]:
         for family, config_type in FAMILIES.items()
         for problem in problems
         if family == MmaConfig.family
-        or (problem.asked and set(problem.asked) <= config_type.features and _any_config(family, problem, HOST))
+        or (
+            (problem.asked or problem.head_dim not in ALL_FEATURES_AT)
+            and set(problem.asked) <= config_type.features
+            and _any_config(family, problem, HOST)
+        )
     )
 
 

@@ -277,7 +277,7 @@ class WgmmaConfig(_Parameters):
 
     family: ClassVar[str] = "wgmma"
     group: ClassVar[str] = "wgmma"
-    features: ClassVar[frozenset[str]] = frozenset({"window", "bottom_right", "deterministic"})
+    features: ClassVar[frozenset[str]] = frozenset({"window", "bottom_right", "softcap", "deterministic"})
     abbreviations: ClassVar[dict[str, str]] = {
         "block_q": "q",
         "fold_statistics": "f",

@@ -161,7 +161,10 @@ def _wgmma_registers(problem: Problem, config: WgmmaConfig) -> int:
     kept = _FRAGMENT_REGISTERS * (config.v_fragments + constants)
     # S and dP are alive together; P and dS in 16 bits, which take their place, with dQ.
     scores = config.block_q
-    return sums + kept + scores + _WGMMA_WORKING_REGISTERS
+    slopes = (
+        config.block_q * 3 // 16 if problem.softcap else 0
+    )  # measured: with less to spare, ptxas spills or serializes
+    return sums + kept + scores + slopes + _WGMMA_WORKING_REGISTERS
 
 
 def blocks_per_sm(device: Device, *, threads: int, registers: int, shared_memory_bytes: int) -> int:

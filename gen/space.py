@@ -127,6 +127,8 @@ def _wgmma_refusal(problem: Problem, config: WgmmaConfig, device: Device) -> str
     steps = ceil_div(problem.head_dim, MMA_DEPTH)
     if config.v_fragments > steps:
         return f"V has {steps} steps along head_dim: {config.v_fragments} cannot be kept"
+    if config.fold_statistics and problem.softcap:
+        return "the log-sum-exp that is folded into S would be capped with it"
     if config.skip_masked and problem.mask == FULL:
         return "there is no mask that would leave tiles to be skipped"
     if config.skip_masked and problem.deterministic and problem.mask == CAUSAL:

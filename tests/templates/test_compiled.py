@@ -11,6 +11,7 @@ from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.gen.resources import estimate
+from bwdtune.gen.space import refusal
 from bwdtune.runtime.kernel import Kernel
 
 DEVICES = (RTX_5090, H200)
@@ -74,6 +75,7 @@ WGMMA_FEATURED = (
     Problem.parse("8_16_4096_128", causal=True, deterministic=True),
     Problem.parse("8_16_4096_96", causal=True),
     Problem.parse("8_16_4096_40", window_right=5, deterministic=True),
+    Problem.parse("8_16_4096_128", causal=True, softcap=True),
 )
 
 
@@ -82,6 +84,9 @@ def test_features_of_wgmma_kernels_do_not_spill(lag_dq: bool) -> None:
     """That ptxas does not serialize them either is what the build fails for."""
     for problem in WGMMA_FEATURED:
         config = WgmmaConfig(lag_dq=lag_dq, v_fragments=3)
+        if problem.softcap:
+            config = WgmmaConfig(fold_statistics=False, lag_dq=lag_dq, v_fragments=1)
+        assert refusal(problem, config, H200) is None
         (variant,) = compiled(problem, (config,), H200)
         assert variant.resources
         assert variant.library

@@ -7,6 +7,7 @@ import functools
 import itertools
 import resource
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bwdtune.gen.build import build, build_one
-from bwdtune.gen.config import FAMILIES, PRESETS, Config
+from bwdtune.gen.config import FAMILIES, PRESETS, Config, WgmmaConfig
 from bwdtune.gen.device import HOST
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
@@ -147,6 +148,38 @@ def test_any_valid_configuration_at_any_sizes(point: tuple[Problem, Config]) -> 
     problem, config = point
     record = VERIFIER.verify_at(problem, load(render(problem, config)))
     assert record.passed, f"{problem.label} {config.id}: {record.reason}"
+
+
+# ---- launches at the same time ----
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("preset", ["v3", "w64", "w64lag"])
+def test_launches_from_two_threads(preset: str, deterministic: bool) -> None:
+    """Each has a workspace, in which anything lies at first: what has an order is the same bits at each launch."""
+    problem = Problem("bf16", 1, 4, 2, 150, 300, 64, causal=not deterministic, deterministic=deterministic)
+    config = PRESETS[preset]
+    if refusal(problem, config, HOST) is not None:
+        assert isinstance(config, WgmmaConfig)
+        config = dataclasses.replace(config, skip_masked=False)
+    kernel, case = load(render(problem, config)), Case(problem, "normal")
+    inputs = make_inputs(case, torch.device("cpu"))
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse)
+    expected = backward(kernel, *tensors, case.scale, inputs.features)
+
+    def differ(_: int) -> list[tuple[bool, ...]]:
+        found = tuple(torch.full_like(gradient, torch.nan) for gradient in expected)
+        launch = kernel.prepare(*tensors, *found, scale=case.scale, features=inputs.features)
+        launch.tensors[-1].fill_(0xFF)
+        differing = []
+        for _ in range(5):
+            launch()
+            differing.append(tuple(not torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)))
+        return differing
+
+    with ThreadPoolExecutor(2) as pool:
+        for of_launch in itertools.chain.from_iterable(pool.map(differ, range(2))):
+            assert not any(of_launch[0 if deterministic else 1 :])  # dQ's additions may have no order
 
 
 # ---- planted faults ----

@@ -133,6 +133,20 @@ def matrix() -> tuple[Kernel, ...]:
     )
 
 
+def sample() -> tuple[Kernel, ...]:
+    """Few of them, in which each feature of each family occurs."""
+    kernels = matrix()
+    # A stride that is prime to the numbers of masks and of features walks through all of both.
+    chosen = list(kernels[::13])
+    seen = {(kernel.family, feature) for kernel in chosen for feature in kernel.problem.asked}
+    for kernel in kernels:
+        features = {(kernel.family, feature) for feature in kernel.problem.asked}
+        if not features <= seen:
+            chosen.append(kernel)
+            seen |= features
+    return tuple(chosen)
+
+
 def _cases(problem: Problem) -> Iterator[Case]:
     lengths = PACKED * 3 if problem.varlen else LENGTHS
     # Not in step with each other, so that over the kernels each meets each.

@@ -20,9 +20,9 @@ from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
 from bwdtune.tuner.verify import Case, Verifier, make_inputs
 from tests import feature_matrix
-from tests.feature_matrix import HEAD_DIMS, MASKS, matrix
+from tests.feature_matrix import HEAD_DIMS, MASKS, matrix, sample
 
-MATRIX = matrix()
+MATRIX, SAMPLE = matrix(), sample()
 
 
 def wrong(kernels: Sequence[feature_matrix.Kernel], verifier: Verifier, device: Device) -> list[str]:
@@ -44,9 +44,17 @@ def test_the_matrix_has_every_mask_with_every_feature_and_thousands_of_cases() -
     assert {kernel.problem.head_dim for kernel in MATRIX} >= {32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}
 
 
-# A stride that is prime to the numbers of masks and of features walks through all of both.
-@pytest.mark.parametrize("kernel", MATRIX[::11], ids=lambda kernel: kernel.name)
+def test_the_sample_has_every_feature_of_every_family() -> None:
+    for family, config_type in FAMILIES.items():
+        kernels = [kernel for kernel in SAMPLE if kernel.family == family]
+        assert {feature for kernel in kernels for feature in kernel.problem.asked} == config_type.features
+
+
+@pytest.mark.parametrize("kernel", SAMPLE, ids=lambda kernel: kernel.name)
 def test_a_sample_on_the_host(kernel: feature_matrix.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(
+        [render(sampled.problem, sampled.config(HOST)) for sampled in SAMPLE], HOST.arch
+    )  # all at once, the first time
     monkeypatch.setenv("BWDTUNE_HOST_RACECHECK", "1")
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", "2")
     small = tuple(case for case in kernel.cases if sum(case.positions) <= 400)

@@ -287,15 +287,15 @@ class WgmmaConfig(_Parameters):
             meet in each tile.
         v_fragments: Steps of 16 along head_dim for which V is kept in registers: they spare shared memory's bandwidth.
         resync: The warps of a warpgroup meet before they stage dQ.
-        skip_masked: A warpgroup whose half of the first tile the causal mask leaves nothing of computes its share of dQ
-            alone there.
+        skip_masked: A warpgroup whose half of the first tile the mask leaves nothing of computes its share of dQ alone
+            there.
         copies: Copies of the computing code: one for both warpgroups, or one each.
         head_group: Heads whose items are taken together, to share the L2.
     """
 
     family: ClassVar[str] = "wgmma"
     group: ClassVar[str] = "wgmma"
-    features: ClassVar[frozenset[str]] = frozenset()
+    features: ClassVar[frozenset[str]] = frozenset({"window", "bottom_right", "softcap", "deterministic"})
     abbreviations: ClassVar[dict[str, str]] = {
         "block_q": "q",
         "fold_statistics": "f",

@@ -16,6 +16,7 @@ _FRAGMENT_REGISTERS = 4  # an accumulator fragment's fp32 values in a thread; al
 _WORKING_REGISTERS = 16  # two operand fragments in flight, and the addresses and loop state that nothing can do without
 _TRANSPOSED_WORKING_REGISTERS = 31  # the same where they are all addresses; measured: more than 224 others spill
 _TRANSPOSED_PITCH_BYTES = 128
+_WGMMA_PANEL_COLUMNS = 64
 _WGMMA_WORKING_REGISTERS = 28
 _WGMMA_STAGES = 2  # of Q and of dO, and of dS
 _WGMMA_ITEM_STAGES = 8
@@ -135,13 +136,19 @@ def _transposed_registers(problem: Problem, config: TransposedMmaConfig) -> int:
     return sums + kept + passing + _TRANSPOSED_WORKING_REGISTERS
 
 
+def _wgmma_columns(head_dim: int) -> tuple[int, int]:
+    """Columns of head_dim as sums, dK and dV have them, in steps of k, and as tiles and dQ do, in panels."""
+    return ceil_div(head_dim, MMA_DEPTH) * MMA_DEPTH, ceil_div(head_dim, _WGMMA_PANEL_COLUMNS) * _WGMMA_PANEL_COLUMNS
+
+
 def _wgmma_shared_memory_bytes(problem: Problem, config: WgmmaConfig) -> int:
     block_q, block_kv, stages = config.block_q, config.block_kv, _WGMMA_STAGES
-    row_bytes = problem.head_dim * problem.element_bytes
+    _, panel_columns = _wgmma_columns(problem.head_dim)
+    row_bytes = panel_columns * problem.element_bytes
     keys = 2 * block_kv * row_bytes
     queries = 2 * stages * block_q * row_bytes
     ds = stages * block_q * block_kv * problem.element_bytes
-    dq = block_q * problem.head_dim * ACCUMULATOR_BYTES
+    dq = block_q * panel_columns * ACCUMULATOR_BYTES
     # A pattern of 8 rows for every 64 queries, for each stage of L and of delta, and one of zeros; or a float each.
     statistics = (2 * stages + 1) * block_q // 64 * 1024 if config.fold_statistics else 2 * stages * block_q * 4
     return keys + queries + ds + dq + statistics + _WGMMA_BARRIERS * _BARRIER_BYTES + 4 * _WGMMA_ITEM_STAGES
@@ -149,12 +156,15 @@ def _wgmma_shared_memory_bytes(problem: Problem, config: WgmmaConfig) -> int:
 
 def _wgmma_registers(problem: Problem, config: WgmmaConfig) -> int:
     """Of a computing thread. One that loads or stores needs few; the launch itself asks for a third of an SM's."""
-    sums = 2 * problem.head_dim // 2
+    sums = 2 * _wgmma_columns(problem.head_dim)[0] // 2
     constants = (2 if problem.dtype == "fp16" else 1) * config.fold_statistics
     kept = _FRAGMENT_REGISTERS * (config.v_fragments + constants)
     # S and dP are alive together; P and dS in 16 bits, which take their place, with dQ.
     scores = config.block_q
-    return sums + kept + scores + _WGMMA_WORKING_REGISTERS
+    slopes = (
+        config.block_q * 3 // 16 if problem.softcap else 0
+    )  # measured: with less to spare, ptxas spills or serializes
+    return sums + kept + scores + slopes + _WGMMA_WORKING_REGISTERS
 
 
 def blocks_per_sm(device: Device, *, threads: int, registers: int, shared_memory_bytes: int) -> int:
@@ -179,13 +189,16 @@ def mma_count(problem: Problem, config: Config) -> int:
     """The m16n8k16 products of a launch of the main kernel, tails and masked elements of a tile included.
 
     A block has a tile of keys and meets the tiles of queries that the mask leaves it: five products of ``block_q`` x
-    ``block_kv`` x ``head_dim`` each, whose columns some warps fill up.
+    ``block_kv`` x ``head_dim`` each, whose columns some warps and panels fill up.
     """
     met = sum(sum(query_tiles_met(problem, config.block_q, config.block_kv, *lengths)) for lengths in problem.lengths)
     columns = 5 * problem.head_dim
     if isinstance(config, MmaConfig):
         of_scores, of_dq, of_dkv = _columns(problem, config)
         columns = 2 * of_scores + of_dq + 2 * of_dkv
+    elif isinstance(config, WgmmaConfig):
+        of_sums, of_dq = _wgmma_columns(problem.head_dim)
+        columns = 4 * of_sums + of_dq
     tile = config.block_q * config.block_kv * columns // (MMA_ROWS * MMA_COLUMNS * MMA_DEPTH)
     return problem.heads_q * met * tile
 

@@ -14,13 +14,13 @@ from typing import Any
 from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from .device import Device
 from .errors import UsageError
-from .problem import Problem
+from .problem import CAUSAL, FULL, Problem
 from .render import template_hash
-from .resources import FRAGMENT_COLUMNS, blocks_per_sm, columns_per_warp, estimate, key_group_warps
+from .resources import FRAGMENT_COLUMNS, blocks_per_sm, ceil_div, columns_per_warp, estimate, key_group_warps
 
 _LARGEST_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8  # 16 bytes: TMA's strides are multiples of that
-_WGMMA_HEAD_DIMS = (64, 128)
+_WGMMA_HEAD_DIMS = range(32, 128 + 1, _HEAD_DIM_STEP)
 _WGMMA_REGISTERS = 240  # what is left to each of 256 computing threads where 128 others have 24
 _SPACE_HASH_DIGITS = 12
 
@@ -121,11 +121,22 @@ def _wgmma_refusal(problem: Problem, config: WgmmaConfig, device: Device) -> str
     if not device.has_wgmma:
         return f"{device.name} has no wgmma: it is an instruction of sm_90a alone"
     if problem.head_dim not in _WGMMA_HEAD_DIMS:
-        return f"head_dim {problem.head_dim}: the wgmma kernels take {' and '.join(map(str, _WGMMA_HEAD_DIMS))}"
-    if config.v_fragments > problem.head_dim // MMA_DEPTH:
-        return f"V has {problem.head_dim // MMA_DEPTH} steps along head_dim: {config.v_fragments} cannot be kept"
-    if config.skip_masked and not problem.causal:
+        why = (
+            "most of the 64 columns that it is filled up to would be zeros"
+            if problem.head_dim < _WGMMA_HEAD_DIMS[0]
+            else f"dK and dV of 64 keys alone are {problem.head_dim} registers a thread"
+        )
+        taken = f"the wgmma kernels take {_WGMMA_HEAD_DIMS[0]} to {_WGMMA_HEAD_DIMS[-1]}"
+        return f"head_dim {problem.head_dim}: {taken}; {why}"
+    steps = ceil_div(problem.head_dim, MMA_DEPTH)
+    if config.v_fragments > steps:
+        return f"V has {steps} steps along head_dim: {config.v_fragments} cannot be kept"
+    if config.fold_statistics and problem.softcap:
+        return "the log-sum-exp that is folded into S would be capped with it"
+    if config.skip_masked and problem.mask == FULL:
         return "there is no mask that would leave tiles to be skipped"
+    if config.skip_masked and problem.deterministic and problem.mask == CAUSAL:
+        return "a deterministic kernel goes backwards, and a causal mask leaves all of the last queries' tile"
     if (needed := estimate(problem, config).registers) > _WGMMA_REGISTERS:
         return f"about {needed} registers a thread: two computing warpgroups have {_WGMMA_REGISTERS}"
     return None

@@ -110,7 +110,7 @@ def _any_config(family: str, problem: Problem, device: Device) -> Config | None:
 
 
 def matrix() -> tuple[Kernel, ...]:
-    """All of them, in a fixed order: of the mma family, which has every feature, and of the others with a feature."""
+    """All of them, in a fixed order: of the mma family, which has all features, and of the others what is not plain."""
     kinds = [
         (head_dim, mask, features)
         for head_dim, mask, features in itertools.product(HEAD_DIMS, MASKS, FEATURES)
@@ -126,8 +126,26 @@ def matrix() -> tuple[Kernel, ...]:
         for family, config_type in FAMILIES.items()
         for problem in problems
         if family == MmaConfig.family
-        or (problem.asked and set(problem.asked) <= config_type.features and _any_config(family, problem, HOST))
+        or (
+            (problem.asked or problem.head_dim not in ALL_FEATURES_AT)
+            and set(problem.asked) <= config_type.features
+            and _any_config(family, problem, HOST)
+        )
     )
+
+
+def sample() -> tuple[Kernel, ...]:
+    """Few of them, in which each feature of each family occurs."""
+    kernels = matrix()
+    # A stride that is prime to the numbers of masks and of features walks through all of both.
+    chosen = list(kernels[::13])
+    seen = {(kernel.family, feature) for kernel in chosen for feature in kernel.problem.asked}
+    for kernel in kernels:
+        features = {(kernel.family, feature) for feature in kernel.problem.asked}
+        if not features <= seen:
+            chosen.append(kernel)
+            seen |= features
+    return tuple(chosen)
 
 
 def _cases(problem: Problem) -> Iterator[Case]:

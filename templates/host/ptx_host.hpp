@@ -407,6 +407,7 @@ inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, 
 // ---- copies from shared memory ----
 
 inline void fence_proxy_async_shared() { block().proxy_fence(); }
+inline void fence_proxy_async() { block().proxy_fence(); }
 
 // Registers the reads that the copy will make, so that nothing of it may be missing now.
 inline void issue_bulk(bwdtune_host::BulkOperation& operation, uint32_t alignment, const char* what) {

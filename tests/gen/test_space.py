@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bwdtune.gen.config import FAMILIES, PRESETS
+from bwdtune.gen.config import FAMILIES, PRESETS, WgmmaConfig
 from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
@@ -134,25 +134,49 @@ def test_a_group_that_is_split_needs_what_a_whole_one_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "lacking"),
     [
-        ({"window_left": 512}, "no window"),
-        ({"window_right": 7, "causal": False, "bottom_right": True}, "no window and no bottom-right"),
-        ({"bottom_right": True}, "no bottom-right"),
-        ({"softcap": True}, "no softcap"),
-        ({"varlen": True, "deterministic": True}, "no varlen and no deterministic"),
-        ({"head_dim": 104}, "head_dim 104|does not divide"),
+        ({"window_left": 512}, {"mmat": "no window"}),
+        ({"window_right": 7, "causal": False, "bottom_right": True}, {"mmat": "no window and no bottom-right"}),
+        ({"bottom_right": True}, {"mmat": "no bottom-right"}),
+        ({"softcap": True}, {"mmat": "no softcap", "wgmma": "log-sum-exp .* would be capped"}),
+        ({"varlen": True, "deterministic": True}, {"mmat": "no varlen and no deterministic", "wgmma": "no varlen:"}),
+        ({"head_dim": 104}, {"mmat": "does not divide"}),
     ],
 )
-def test_what_only_the_mma_family_computes_is_refused_by_the_others(changes: dict[str, int], said: str) -> None:
+def test_what_a_family_does_not_compute_is_refused_with_its_name(
+    changes: dict[str, int], lacking: dict[str, str]
+) -> None:
     problem = dataclasses.replace(SEED, **changes)
     for config in PRESETS.values():
         reason = refusal(problem, config, H200)
-        if config.family == "mma":
-            assert reason is None
-        else:
+        if config.family in lacking:
             assert reason is not None
-            assert re.search(said, reason), reason
+            assert re.search(lacking[config.family], reason), reason
+        else:
+            assert reason is None, (config.id, reason)
+
+
+def test_only_what_a_mask_hides_can_be_skipped() -> None:
+    masks = ({}, False), ({"causal": True}, True), ({"window_right": 5}, True)
+    backwards = ({"causal": True, "deterministic": True}, False), ({"window_left": 5, "deterministic": True}, True)
+    for features, hides in masks + backwards:
+        reason = refusal(Problem.parse("8_16_4096_128", **features), PRESETS["w64lag"], H200)
+        assert (reason is None) == hides, reason
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "said"),
+    [(24, "most of the 64 columns"), (32, None), (128, None), (136, "136 registers"), (192, "192 registers a thread")],
+)
+def test_a_head_dim_that_wgmma_kernels_do_not_take_is_refused_with_the_cause(head_dim: int, said: str | None) -> None:
+    reason = refusal(Problem.parse(f"8_16_4096_{head_dim}", causal=True), WgmmaConfig(), H200)
+    if said is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert f"head_dim {head_dim}: the wgmma kernels take 32 to 128" in reason
+        assert said in reason
 
 
 @pytest.mark.parametrize("head_dim", [1, 20, 100, 264, 272])

@@ -8,11 +8,12 @@ import pytest
 from covering import covering_configs, valid_presets
 
 from bwdtune.gen.build import Variant, build
-from bwdtune.gen.config import PRESETS, MmaConfig
+from bwdtune.gen.config import PRESETS, MmaConfig, WgmmaConfig
 from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.gen.resources import estimate
+from bwdtune.gen.space import refusal
 from bwdtune.runtime.kernel import Kernel
 
 DEVICES = (RTX_5090, H200)
@@ -81,6 +82,30 @@ def test_features_do_not_spill(device: Device, problem: Problem) -> None:
     assert variant.library
     assert variant.resources.spill_bytes == variant.resources.stack_bytes == 0
     assert Kernel.load(variant.library).info.shared_memory_bytes == estimate(problem, config).shared_memory_bytes
+
+
+WGMMA_FEATURED = (
+    Problem.parse("8_16_4096_128", dtype="fp16", window_left=1024, causal=True, bottom_right=True),
+    Problem.parse("8_16_4096_128", causal=True, deterministic=True),
+    Problem.parse("8_16_4096_96", causal=True),
+    Problem.parse("8_16_4096_40", window_right=5, deterministic=True),
+    Problem.parse("8_16_4096_128", causal=True, softcap=True),
+)
+
+
+@pytest.mark.parametrize("lag_dq", [False, True], ids=["", "lag_dq"])
+def test_features_of_wgmma_kernels_do_not_spill(lag_dq: bool) -> None:
+    """That ptxas does not serialize them either is what the build fails for."""
+    for problem in WGMMA_FEATURED:
+        config = WgmmaConfig(lag_dq=lag_dq, v_fragments=3)
+        if problem.softcap:
+            config = WgmmaConfig(fold_statistics=False, lag_dq=lag_dq, v_fragments=1)
+        assert refusal(problem, config, H200) is None
+        (variant,) = compiled(problem, (config,), H200)
+        assert variant.resources
+        assert variant.library
+        assert variant.resources.spill_bytes == variant.resources.stack_bytes == 0
+        assert Kernel.load(variant.library).info.shared_memory_bytes == estimate(problem, config).shared_memory_bytes
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)

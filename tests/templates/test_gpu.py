@@ -9,13 +9,13 @@ import torch
 from covering import covering_configs, valid_presets
 
 from bwdtune.gen.build import build
-from bwdtune.gen.config import PRESETS, Config
+from bwdtune.gen.config import PRESETS, Config, WgmmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.gen.space import refusal
 from bwdtune.runtime.gpu import current_device
-from bwdtune.runtime.kernel import Kernel
-from bwdtune.tuner.verify import Verifier
+from bwdtune.runtime.kernel import Kernel, backward
+from bwdtune.tuner.verify import Case, Verifier, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -87,3 +87,50 @@ def test_dk_and_dv_are_the_same_bits_every_time(preset: str) -> None:
         again = run()
         assert torch.equal(first[0], again[0])
         assert torch.equal(first[1], again[1])
+
+
+QUEUED = (PRESETS["v3"], PRESETS["w64"], WgmmaConfig(lag_dq=True, v_fragments=3, resync=True))
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("config", QUEUED, ids=lambda config: config.id)
+def test_a_thousand_launches_on_two_streams(config: Config, deterministic: bool, replayed: bool) -> None:
+    """Each stream has a workspace, in which anything lies at first. No hang, and no wrong bit of what has an order."""
+    problem = Problem("bf16", 2, 8, 4, 1000, 1000, 128, causal=True, deterministic=deterministic)
+    device, launches, at_a_time = current_device(), 1000, 10
+    if reason := refusal(problem, config, device):
+        pytest.skip(reason)
+    (variant,) = build([render(problem, config)], device.arch)
+    assert variant.library, variant.error
+    kernel, case = Kernel.load(variant.library), Case(problem, "normal")
+    inputs = make_inputs(case, torch.device("cuda"))
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse)
+    expected = backward(kernel, *tensors, case.scale, inputs.features)
+    ordered = slice(0 if deterministic else 1, 3)  # dQ's additions may have none
+    found = [tuple(torch.full_like(gradient, torch.nan) for gradient in expected) for _ in range(2)]
+    workspaces = [
+        torch.full_like(kernel.prepare(*tensors, *found[0], scale=case.scale).tensors[-1], 0xFF) for _ in range(2)
+    ]
+    wrong = [torch.zeros((), dtype=torch.bool, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+
+    def launch(index: int) -> None:
+        for _ in range(at_a_time):
+            kernel.launch(*tensors, *found[index], scale=case.scale, workspace=workspaces[index])
+            for ours, theirs in zip(found[index][ordered], expected[ordered], strict=True):
+                wrong[index].logical_or_((ours != theirs).any())
+
+    streams, graphs = [torch.cuda.Stream() for _ in range(2)], [torch.cuda.CUDAGraph() for _ in range(2)]
+    for index in range(2) if replayed else ():
+        with torch.cuda.graph(graphs[index], stream=streams[index]):
+            launch(index)
+    for _ in range(launches // (2 * at_a_time)):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                graphs[index].replay() if replayed else launch(index)
+    torch.cuda.synchronize()
+    assert not any(map(bool, wrong))
+    for gradients in found:
+        for ours, theirs in zip(gradients, expected, strict=True):
+            assert (ours.float() - theirs.float()).norm() <= 1e-3 * theirs.float().norm()

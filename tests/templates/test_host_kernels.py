@@ -7,6 +7,7 @@ import functools
 import itertools
 import resource
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bwdtune.gen.build import build, build_one
-from bwdtune.gen.config import FAMILIES, PRESETS, Config
+from bwdtune.gen.config import FAMILIES, PRESETS, Config, WgmmaConfig
 from bwdtune.gen.device import HOST
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
@@ -170,6 +171,38 @@ def test_any_valid_configuration_at_any_sizes(point: tuple[Problem, Config]) -> 
     assert record.passed, f"{problem.label} {config.id}: {record.reason}"
 
 
+# ---- launches at the same time ----
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("preset", ["v3", "w64", "w64lag"])
+def test_launches_from_two_threads(preset: str, deterministic: bool) -> None:
+    """Each has a workspace, in which anything lies at first: what has an order is the same bits at each launch."""
+    problem = Problem("bf16", 1, 4, 2, 150, 300, 64, causal=not deterministic, deterministic=deterministic)
+    config = PRESETS[preset]
+    if refusal(problem, config, HOST) is not None:
+        assert isinstance(config, WgmmaConfig)
+        config = dataclasses.replace(config, skip_masked=False)
+    kernel, case = load(render(problem, config)), Case(problem, "normal")
+    inputs = make_inputs(case, torch.device("cpu"))
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse)
+    expected = backward(kernel, *tensors, case.scale, inputs.features)
+
+    def differ(_: int) -> list[tuple[bool, ...]]:
+        found = tuple(torch.full_like(gradient, torch.nan) for gradient in expected)
+        launch = kernel.prepare(*tensors, *found, scale=case.scale, features=inputs.features)
+        launch.tensors[-1].fill_(0xFF)
+        differing = []
+        for _ in range(5):
+            launch()
+            differing.append(tuple(not torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)))
+        return differing
+
+    with ThreadPoolExecutor(2) as pool:
+        for of_launch in itertools.chain.from_iterable(pool.map(differ, range(2))):
+            assert not any(of_launch[0 if deterministic else 1 :])  # dQ's additions may have no order
+
+
 # ---- planted faults ----
 
 MUTATIONS: dict[str, tuple[str, str]] = {
@@ -290,6 +323,20 @@ FEATURED_PROBLEM = dataclasses.replace(
     deterministic=True,
 )
 
+WGMMA_MUTATIONS: dict[str, tuple[str, str]] = {
+    "half a tile is skipped that is not dead": (
+        "kv_start > query_start + BLOCK_Q - 1 + high",
+        "kv_start > query_start + high",
+    ),
+    "a key's queries begin one too late": ("key - high : INT_MAX", "key - high + 1 : INT_MAX"),
+    "a key's queries end one too late": ("return key - low;", "return key - low + 1;"),
+    "the next head begins a tile too late": (
+        "query_start >= item.end_query_start",
+        "query_start > item.end_query_start",
+    ),
+}
+WGMMA_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, window_left=70, window_right=37, bottom_right=True)
+
 
 def mutated(
     name: str, old: str, new: str, config: Config = PRESETS["v3"], problem: Problem = MUTATED_PROBLEM
@@ -306,13 +353,21 @@ def mutated_sources() -> dict[str, Source]:
     }
     featured = {name: mutated(name, *change, problem=FEATURED_PROBLEM) for name, change in FEATURE_MUTATIONS.items()}
     split = {name: mutated(name, *change, SPLIT) for name, change in SPLIT_MUTATIONS.items()}
-    return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed | featured | split
+    wgmma = {name: mutated(name, *change, PRESETS["w64lag"], WGMMA_PROBLEM) for name, change in WGMMA_MUTATIONS.items()}
+    return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed | featured | split | wgmma
 
 
-@pytest.mark.parametrize("name", [*MUTATIONS, *TRANSPOSED_MUTATIONS, *FEATURE_MUTATIONS, *SPLIT_MUTATIONS])
+PROBLEMS_OF_MUTATIONS = {
+    **dict.fromkeys([*MUTATIONS, *TRANSPOSED_MUTATIONS, *SPLIT_MUTATIONS], MUTATED_PROBLEM),
+    **dict.fromkeys(FEATURE_MUTATIONS, FEATURED_PROBLEM),
+    **dict.fromkeys(WGMMA_MUTATIONS, WGMMA_PROBLEM),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS_OF_MUTATIONS)
 def test_a_fault_in_the_kernel_is_caught(name: str) -> None:
     build_all(list(mutated_sources().values()))
-    problem = FEATURED_PROBLEM if name in FEATURE_MUTATIONS else MUTATED_PROBLEM
+    problem = PROBLEMS_OF_MUTATIONS[name]
     record = VERIFIER.verify(problem, load(mutated_sources()[name]))
     assert not record.passed
 

@@ -1,9 +1,19 @@
-"""``python -m bwdtune.tuner`` is ``tuner``."""
+"""``tuner``, which is ``python -m bwdtune.tuner`` too."""
 
 from __future__ import annotations
 
 import sys
 
-from .cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Runs the command line, of which loading alone takes long enough to be interrupted; returns the exit status."""
+    try:
+        from .cli import main as run
+    except KeyboardInterrupt:
+        print("tuner: interrupted", file=sys.stderr)
+        return 130
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
@@ -12,7 +13,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("tuner: interrupted", file=sys.stderr)
         return 130
-    return run()
+    status = run()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: another Ctrl-C would only change how it seems to end
+    return status
 
 
 if __name__ == "__main__":

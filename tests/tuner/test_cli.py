@@ -263,6 +263,19 @@ sys.exit(main())
     assert (done.returncode, done.stderr) == (130, "tuner: interrupted\n")
 
 
+def test_ctrl_c_once_more_does_not_change_how_it_ended() -> None:
+    code = """
+import os, signal, sys
+from bwdtune.tuner import __main__, cli
+cli.main = lambda: 130
+status = __main__.main()
+os.kill(os.getpid(), signal.SIGINT)
+sys.exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -6,6 +6,7 @@ Nothing is written before it is known to be ours, or empty.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import sqlite3
@@ -72,7 +73,8 @@ def _is_there(url: sa.URL, path: Path, *, read_only: bool) -> bool:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DatabaseUnavailable(database, f"cannot make the directory {path.parent}: {error.strerror}") from None
+            kind = ReadOnlyDatabase if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else DatabaseUnavailable
+            raise kind(database, f"cannot make the directory {path.parent}: {error.strerror}") from None
     elif stat.S_ISDIR(status.st_mode):
         raise NotADatabase(database, "it is a directory")
     elif not stat.S_ISREG(status.st_mode):

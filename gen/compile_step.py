@@ -120,7 +120,11 @@ class Record:
 
 
 class Stopped(Exception):
-    """The build that this compile is part of has ended, or was told to."""
+    """The build that this compile is part of is to end."""
+
+
+class Orphaned(Stopped):
+    """The process that this compile was for has ended."""
 
 
 def read_record(entry: Path) -> Record | None:
@@ -213,8 +217,9 @@ def _signal_of(exit_status: int, log: str) -> int:
     reported = re.search(r"died due to signal (\d+)", log)
     if reported:
         return int(reported[1])
-    if re.search(r"\bKilled signal terminated program\b", log):
-        return signal.SIGKILL
+    part = re.search(r"error: (.+) signal terminated program\b", log)  # gcc's words; the signal has the system's
+    if part:
+        return next((number for number in signal.Signals if signal.strsignal(number) == part[1]), 0)
     return exit_status - 128 if 128 < exit_status < 128 + signal.NSIG else 0  # as a shell that nvcc ran reports it
 
 
@@ -256,12 +261,12 @@ class _Build:
         try:
             self._connection.send(json.dumps(message).encode())
         except OSError:
-            raise Stopped from None
+            raise Orphaned from None
 
     def wait(self, seconds: float) -> None:
-        """Sleeps. Raises Stopped where the build has ended, however it did: its end of the socket is then closed."""
+        """Sleeps. Raises Orphaned where the build has ended, however it did: its end of the socket is then closed."""
         if select.select([self._connection], [], [], seconds)[0]:
-            raise Stopped
+            raise Orphaned
 
 
 @contextlib.contextmanager
@@ -393,6 +398,11 @@ def main(job_file: str, descriptor: str) -> int:
         build.report(event="started", index=job.index)
         record = _run(job, build)
         build.report(event="done", index=job.index, record=asdict(record))
+    except Orphaned:
+        # Nobody else is left to do it. Other compiles of the same build may be at it too.
+        for directory in (Path(job.directory).parent, Path(job.scratch)):
+            shutil.rmtree(directory, ignore_errors=True)
+        return 130
     except Stopped:
         return 130
     return 0 if record.status == "ok" else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def job_limit(environ: Mapping[str, str], *, root: Path = Path("/")) -> int:
     """
     value = environ.get(JOBS_VARIABLE, "").strip()
     if value:
-        if not (value.isascii() and value.isdecimal() and int(value) > 0):
+        if not re.fullmatch(r"0*[1-9][0-9]{0,8}", value):
             raise UsageError(
                 f"{JOBS_VARIABLE} is {value!r}: set it to the number of compiles at once (1 or more), or unset it"
             )

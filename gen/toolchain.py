@@ -140,6 +140,7 @@ def find_compiler(arch: str) -> Compiler:
     compiler.check_arch(arch)
     if not os.environ.get("NVCC_CCBIN") and not shutil.which("g++"):
         raise ToolchainError("nvcc needs a C++ compiler, and g++ is not on PATH: install it, or name one in NVCC_CCBIN")
+    _check_host_compiler(compiler.nvcc, os.environ.get("PATH"), os.environ.get("NVCC_CCBIN"), compiler.fingerprint)
     driver = _driver_release()
     if driver and driver[0] < compiler.release[0]:  # it may be for another machine, so this is no error
         torch = sys.modules.get("torch")
@@ -189,7 +190,10 @@ def find_host_compiler() -> HostCompiler:
         ToolchainError: None is found, or it does not answer.
     """
     chosen = os.environ.get("CXX", "")
-    candidates = [tuple(shlex.split(chosen))] if chosen else [("g++",), ("clang++",)]
+    try:
+        candidates = [tuple(shlex.split(chosen))] if chosen else [("g++",), ("clang++",)]
+    except ValueError as error:  # a quote that is not closed
+        raise ToolchainError(f"CXX is {chosen!r}, which is no command ({error}): correct or unset it") from None
     for program in candidates:
         if program and shutil.which(program[0]):
             return _describe_host_compiler(program)
@@ -241,6 +245,25 @@ def _describe_nvcc(nvcc: Path, stamp: int) -> Toolchain:
     top = re.search(r"^#\$ TOP=(.+)$", _ask([str(nvcc), "--dryrun", "-x", "cu", os.devnull], check=False), re.MULTILINE)
     root = Path(top[1].strip()).resolve() if top else nvcc.parent.parent
     return Toolchain(nvcc, version[0].removeprefix("V"), release, frozenset(f"sm_{number}" for number in numbers), root)
+
+
+@cache
+def _check_host_compiler(nvcc: Path, *choosing: str | None) -> None:
+    """Has nvcc ask its C++ compiler what it is, which it does before each compile.
+
+    Args:
+        nvcc: The program.
+        choosing: Variables that decide which C++ compiler it takes.
+
+    Raises:
+        ToolchainError: It cannot be used.
+    """
+    try:
+        _ask([str(nvcc), "--dryrun", "-x", "cu", os.devnull])
+    except ToolchainError as error:
+        raise ToolchainError(
+            f"nvcc cannot use its C++ compiler ({error}): repair g++, or name another in NVCC_CCBIN"
+        ) from None
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,8 +46,9 @@ def attention(
     The forward is PyTorch's fused one. The backward is the kernel that `tuner search` stored as the winner for this
     problem (or the nearest one to it: `dispatch.choose`) on the tensors' GPU, compiled on first use. Where there is
     none, or the input is not one that a kernel takes (on the CPU, not 4-dimensional, of another dtype, empty, a tensor
-    subclass, while PyTorch's flash attention is off), the whole call is PyTorch's, and one line in the log of
-    ``bwdtune`` says why, once. So it is, without a line, under `torch.compile` and where no gradient is needed.
+    subclass, with a scale that is not positive, while PyTorch's flash attention is off), the whole call is PyTorch's,
+    and one line in the log of ``bwdtune`` says why, once. So it is, without a line, under `torch.compile` and where no
+    gradient is needed.
 
     PyTorch has no fused forward with a softcap: that one is made of its elementary operations, tens of times slower.
 
@@ -74,8 +76,7 @@ def attention(
         ValueError: q, k and v are on different devices, or an argument makes no sense.
     """
     _same_device(q=q, k=k, v=v)
-    features = Features((window[0], window[1]), _aligned_bottom_right(alignment), softcap)
-    _refuse_nonsense(features)
+    features = Features(_limits(window), _aligned_bottom_right(alignment), _cap(softcap))
     if q.dim() == k.dim() == 4:
         is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
     if not features.plain and (reason := _shape_objection(q, k, v, enable_gqa)):
@@ -153,14 +154,14 @@ def attention_varlen(
     if cu_seqlens_q.shape != cu_seqlens_kv.shape:
         raise ValueError(f"cu_seqlens_q has {cu_seqlens_q.numel()} values and cu_seqlens_kv {cu_seqlens_kv.numel()}")
     bottom_right = _aligned_bottom_right(alignment)
-    masked = is_causal or tuple(window) != PLAIN.window
+    limits = _limits(window)
+    masked = is_causal or limits != PLAIN.window
     features = Features(
-        (window[0], window[1]),
+        limits,
         bottom_right and masked and cu_seqlens_q is not cu_seqlens_kv,
-        softcap,
+        _cap(softcap),
         Sequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
     )
-    _refuse_nonsense(features)
     call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic)
     gradient = _needs_gradient(q, k, v)
     q, k, v = _autocast(q, k, v)
@@ -303,11 +304,16 @@ def _aligned_bottom_right(alignment: str) -> bool:
     return alignment == BOTTOM_RIGHT
 
 
-def _refuse_nonsense(features: Features) -> None:
-    if len(features.window) != 2 or min(features.window) < UNLIMITED:
-        raise ValueError(f"window is {features.window}: it must be two numbers of keys, or -1 for all of them")
-    if not features.softcap >= 0:
-        raise ValueError(f"softcap is {features.softcap}: it must be positive, or 0 for none")
+def _limits(window: tuple[int, int]) -> tuple[int, int]:
+    if len(window) != 2 or any(limit < UNLIMITED or limit % 1 for limit in window):
+        raise ValueError(f"window is {window}: it must be two numbers of keys, or -1 for all of them")
+    return window[0], window[1]
+
+
+def _cap(softcap: float) -> float:
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}: it must be positive, or 0 for none")
+    return softcap
 
 
 def _simplest(seqlen_q: int, seqlen_kv: int, causal: bool, features: Features) -> tuple[bool, Features]:
@@ -368,6 +374,8 @@ def _objection(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, e
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}: kernels are for bfloat16 and float16"
     if reason := _shape_objection(q, k, v, enable_gqa):
         return reason
+    if not 0 < call.scale < math.inf:  # a masked score is minus infinity before it is scaled
+        return f"the scale is {call.scale}: kernels are for positive ones"
     sequences = call.features.sequences
     if not q.numel() or not k.numel() or (sequences and not min(sequences.seqlen_q, sequences.seqlen_kv)):
         return "the input is empty"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,7 +233,7 @@ class Kernel:
             dq: Written; as q. Outputs must be addressable as they are.
             dk: Written; as k.
             dv: Written; as v.
-            scale: The softmax scale.
+            scale: The softmax scale, positive.
             features: What else this kernel needs to know. With `Features.sequences` B is 1 here, and S counts the rows
                 of all of them.
             workspace: At least `workspace_bytes` bytes, uint8, 16-byte aligned; allocated where it is missing.
@@ -241,6 +242,8 @@ class Kernel:
             KernelError: A shape, dtype, device or layout that this kernel does not take.
         """
         self._check(q, k, v, o, dout, lse, dq, dk, dv)
+        if not 0 < scale < math.inf:  # a masked score is minus infinity before it is scaled
+            raise KernelError(f"scale is {scale}: it must be positive")
         self._check_features(features, q.device)
         lse = lse.contiguous()
         arguments = _Arguments(

@@ -59,6 +59,8 @@ def forward(
     """
     if not q.numel() or not k.numel() or (q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)):
         return _math(q, k, v, causal, scale, features)
+    if not scale > 0:  # the fused ones mask scores before they scale them
+        return _math(q, k, v, causal, scale, features)
     if features.plain and not q.is_cuda:
         return _for_cpu(q, k, v, causal, scale)
     if not q.is_cuda or features.softcap:

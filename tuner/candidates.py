@@ -124,7 +124,9 @@ class CandidateSearch(ABC):
 
     def run(self) -> SearchResult:
         """Searches. See `search.search`."""
-        self._compilers: Compilers[Candidate, Compiled] = Compilers(self.compile, job_limit(os.environ))
+        # Of more threads than candidates are compiled ahead, some would never have anything to do.
+        threads = min(job_limit(os.environ), LOOK_AHEAD)
+        self._compilers: Compilers[Candidate, Compiled] = Compilers(self.compile, threads)
         with self._interrupts, self._progress:
             try:
                 return self.find()

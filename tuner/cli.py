@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -140,6 +141,9 @@ def _of_a_problem(default_shape: str | None = None) -> Callable[[Callable[..., _
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 for a failure, 2 for wrong use, 130 for an interrupt."""
     warnings.showwarning = _show_warning
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # the caller has closed it
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
         status = app(args=given or ["--help"], standalone_mode=False)
@@ -192,7 +196,7 @@ def search(
         gpu = current_device()
     except NoGpuError as error:
         why_not = str(error)
-    device = _target(arch or (H200.arch if emulate and gpu is None else None), gpu)
+    device = _target(H200.arch if arch is None and emulate and gpu is None else arch, gpu)
     if device.arch == HOST_ARCH:
         raise UsageError(f"a search is for a GPU: use --arch {RTX_5090.arch}, and `tuner verify --arch {HOST_ARCH}`")
     if options.within and LIMITS[options.within].arch == device.arch:
@@ -225,7 +229,8 @@ def search(
     _print(result.to_dict(), [result.table(), *result.summary()], as_json)
     if result.interrupted:
         return INTERRUPTED
-    return 1 if result.environment and result.winner is None else 0
+    found = result.winner if result.environment else result.rows  # of a survey, what is worth being measured
+    return 0 if found else 1
 
 
 @app.command()
@@ -242,8 +247,9 @@ def verify(
     from .check import check
 
     chosen = parse_config(config)
-    device = HOST if arch == HOST_ARCH else current_device()
-    if arch is not None and device_for_arch(arch).arch != device.arch:
+    target = None if arch is None else device_for_arch(arch)
+    device = HOST if target is HOST else current_device()
+    if target and target.arch != device.arch:
         raise UsageError(f"the GPU here is {device.name} ({device.arch}): what is compiled for {arch} cannot run")
     checked = check(problem, chosen, device, cache=cache)
     verdict = f"{chosen.id} {'passed' if checked.passed else f'FAILED: {checked.reason}'}"
@@ -419,7 +425,7 @@ def export(
     if config is not None:
         from .roofline import target_device
 
-        written = export_config(problem, parse_config(config), arch or target_device(None).arch, output)
+        written = export_config(problem, parse_config(config), target_device(arch).arch, output)
     else:
         written = export_winner(_stored_winner(problem, database, limits, arch), output)
     _print(written.to_dict(), [f"{written.config} for {written.arch}: {written.directory}", *written.files], as_json)
@@ -471,7 +477,7 @@ def _target(arch: str | None, gpu: Device | None) -> Device:
     """What to search for: the GPU where it is meant, else the card that stands for the arch."""
     if gpu and arch in (None, gpu.arch):
         return gpu
-    device = device_for_arch(arch or RTX_5090.arch)
+    device = device_for_arch(RTX_5090.arch if arch is None else arch)
     return gpu if gpu and gpu.arch == device.arch else device
 
 
@@ -487,7 +493,7 @@ def _stored_winner(problem: Problem, database: str | None, limits: str | None, a
     from ..db.store import Store
     from ..runtime.gpu import NoGpuError, current_device, gpu_key
 
-    target = device_for_arch(arch).arch if arch else None
+    target = None if arch is None else device_for_arch(arch).arch
     with closing(Store.open(database, read_only=True)) as store:
         found = [
             winner

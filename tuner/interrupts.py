@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM that never tear a half-written result: they strike only where a search waits."""
+"""Ctrl-C, SIGTERM and a closed terminal never tear a half-written result: they strike only where a search waits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Holds SIGINT and SIGTERM back until the code waits in `striking`, where they raise KeyboardInterrupt.
+    """Holds SIGINT, SIGTERM and SIGHUP back until the code waits in `striking`, where they raise KeyboardInterrupt.
 
-    A second signal strikes anywhere: whoever asks twice does not want to wait. Outside the main thread, where Python
-    delivers no signals, nothing is installed and nothing strikes.
+    A second SIGINT or SIGTERM strikes anywhere: whoever asks twice does not want to wait. SIGHUP stays ignored where it
+    is, as under nohup. Outside the main thread, where Python delivers no signals, nothing is installed and nothing
+    strikes.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+            self._previous = {number: signal.signal(number, self._handle) for number in (*_SIGNALS, *hangup)}
         return self
 
     def __exit__(
@@ -51,7 +53,8 @@ class Interrupts:
             self._waiting = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._waiting or self.requested:
+        # A terminal that closes may tell both itself and through its shell: that is no impatience.
+        if self._waiting or (self.requested and number != signal.SIGHUP):
             self.requested = True
             raise KeyboardInterrupt
         self.requested = True

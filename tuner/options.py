@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from ..gen.emulation import EMULATED
@@ -53,7 +54,7 @@ class SearchOptions:
             raise UsageError(f"unknown card to emulate {self.emulate!r}: use {', '.join(EMULATED)}")
         if self.trials < 1:
             raise UsageError(f"trials is {self.trials}: it must be at least 1")
-        if self.time_s is not None and not self.time_s > 0:
-            raise UsageError(f"time is {self.time_s}: it must be a positive number of seconds")
+        if self.time_s is not None and not 0 < self.time_s <= threading.TIMEOUT_MAX:
+            raise UsageError(f"time is {self.time_s}: it must be a positive number of seconds, or left out")
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise UsageError(f"seed is {self.seed}: it must lie between 0 and {2**32 - 1}")

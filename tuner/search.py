@@ -84,8 +84,8 @@ def search(
 ) -> SearchResult:
     """Searches the valid configurations of a problem.
 
-    SIGINT and SIGTERM end it early: what was measured is stored by then, and the best of it becomes the winner, marked
-    as partial. Another search goes on where this one ended.
+    SIGINT, SIGTERM and SIGHUP end it early: what was measured is stored by then, and the best of it becomes the winner,
+    marked as partial. Another search goes on where this one ended.
 
     Args:
         problem: What is to be computed.
@@ -287,7 +287,7 @@ class _Tuning(CandidateSearch):
         except KeyboardInterrupt:
             winner = self._keep_best()
             rows, status = [winner] if winner else [], "partial"
-        except BwdtuneError:  # of the GPU, the compiler or the database: no candidate's, and no reason to lose the best
+        except Exception:  # whatever it is, no candidate's fault and no reason to lose the best
             with suppress(BwdtuneError):
                 self._keep_best()
             raise

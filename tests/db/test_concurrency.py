@@ -232,6 +232,20 @@ class TestFork:
         assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 8
         assert len(store.winners()) == 1
 
+    def test_a_child_has_connections_of_its_own(self, store: Store) -> None:
+        def connections() -> int:
+            places = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+            return sum(place == os.path.realpath(str(store.url.database)) for place in places)
+
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                inherited = connections()
+                status = 0 if inherited and store.winners() and connections() > inherited else 2
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
     def test_a_child_that_ends_does_not_disturb_the_parent(self, store: Store, with_winner: Any) -> None:
         """It lets go of what it inherited: connections in the middle of the parent's transaction."""
         path = Path(with_winner.store.url.database)

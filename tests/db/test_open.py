@@ -522,7 +522,7 @@ class TestReadOnly:
     def test_a_new_one_needs_a_directory_that_can_be_written(self, public: Path, as_ordinary_user: Any) -> None:
         public.chmod(0o555)
         as_ordinary_user(lambda: refused(errors.ReadOnlyDatabase, public / "new.sqlite") and None)
-        as_ordinary_user(lambda: refused(errors.DatabaseUnavailable, public / "below" / "new.sqlite") and None)
+        as_ordinary_user(lambda: refused(errors.ReadOnlyDatabase, public / "below" / "new.sqlite") and None)
 
     def test_a_file_that_cannot_be_read(self, public: Path, as_ordinary_user: Any) -> None:
         (public / "x.sqlite").chmod(0)

@@ -226,6 +226,14 @@ def test_a_variant_belongs_to_its_kind_of_problem(any_examples: Any, field: str)
             record(variant, problem=other)
 
 
+def test_a_window_is_no_full_mask(examples: Any) -> None:
+    full = replace(examples.problem, causal=False)
+    window = replace(full, window_left=512)
+    for variants, problem in ((full, window), (window, full)):
+        with pytest.raises(InvalidRecord):
+            examples.measurement(examples.variant(problem=variants), problem=problem)
+
+
 def test_a_variant_is_measured_on_its_target(any_examples: Any) -> None:
     with pytest.raises(InvalidRecord, match="sm_120a"):
         any_examples.measurement(any_examples.variant(arch="sm_120a"))

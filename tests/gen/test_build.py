@@ -254,6 +254,15 @@ class TestFailures:
         assert notes.read_text().split() == ["+", "-", "begin", "end"]
         assert len(told) == 2
 
+    def test_a_limit_that_ended_a_part_of_the_compiler_is_not_remembered(self, nvcc: NvccShim, cache: Path) -> None:
+        said = "g++: internal compiler error: File size limit exceeded signal terminated program cc1plus"
+        text = f"[ -e '{nvcc.home}/mended' ] || {{ echo '{said}'; exit 4; }}; {SUCCEED}"
+        (variant,) = build([source(text)], ARCH, cache=cache)
+        assert (variant.status, variant.lasting) == ("failed", False)
+        assert "SIGXFSZ" in variant.error
+        (nvcc.home / "mended").touch()
+        assert build_one(source(text), ARCH, cache=cache).status == "ok"
+
     @pytest.mark.parametrize("death", ["kill -9 $$", "kill -9 $PPID; sleep 0.2; exit 1"])
     def test_what_is_killed_twice_has_failed_but_is_not_remembered(
         self, nvcc: NvccShim, cache: Path, death: str
@@ -532,12 +541,21 @@ class TestOtherProcesses:
         assert variant.library
         assert variant.library.read_text() == "library\n"
 
-    def test_ctrl_c_leaves_no_private_files(self, nvcc: NvccShim, cache: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    def test_no_private_files_stay(
+        self, nvcc: NvccShim, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
+    ) -> None:
+        """However a build ends: a search that is interrupted does not wait for its compilers either."""
+        (tmp_path / "tmp").mkdir()
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
         builder = self.start(cache, f"touch '{tmp_path}/started'; sleep 600", tmp_path)
         _wait_for((tmp_path / "started").exists)
-        builder.send_signal(signal.SIGINT)
-        assert builder.wait(10) == 130
-        assert list((cache / "work").iterdir()) == []
+        assert list((cache / "work").iterdir()), "the test looks at the right place"
+        assert list((tmp_path / "tmp").iterdir()), "the test looks at the right place"
+        builder.send_signal(ending)
+        builder.wait(10)
+        _wait_for(lambda: not list((cache / "work").iterdir()))
+        _wait_for(lambda: not list((tmp_path / "tmp").iterdir()))
 
     def test_a_lock_file_without_a_holder_is_no_lock(self, nvcc: NvccShim, cache: Path) -> None:
         variant = build_one(source(SUCCEED), ARCH, cache=cache)

@@ -169,6 +169,21 @@ def test_nvcc_without_a_host_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
     find_compiler("sm_90a")
 
 
+def test_nvcc_whose_host_compiler_is_broken_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home = NvccShim(tmp_path / "cuda").home
+    asks = "[ \"$1\" = --dryrun ] && ! g++ -E && { echo 'nvcc fatal : no host compiler properties'; exit 1; }"
+    _script(home / "wrapper" / "bin" / "nvcc", f'{asks}\nexec "{home}/bin/nvcc" "$@"')
+    monkeypatch.setenv("CUDA_HOME", str(home / "wrapper"))
+    program = _script(tmp_path / "path" / "g++", "exit 1")
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    with pytest.raises(ToolchainError, match=r"C\+\+ compiler \(.*no host compiler properties.*NVCC_CCBIN"):
+        find_compiler("sm_90a")
+    assert find_nvcc(), "what needs none of it, such as cuobjdump, is found"
+    _script(program, "exit 0")
+    monkeypatch.setenv("PATH", f"{program.parent}:/bin")
+    find_compiler("sm_90a")
+
+
 class TestHostCompiler:
     def test_cxx_may_hold_arguments(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         program = _script(tmp_path / "my compiler", 'echo "g++ (Some Linux) 14.2.0 -- $1"')
@@ -177,6 +192,11 @@ class TestHostCompiler:
         assert found.program == (str(program), "-fancy")
         assert found.version == "g++ 14.2.0"
         assert found.command("host", "k.cu", "k.so")[:2] == [str(program), "-fancy"]
+
+    def test_a_cxx_that_is_no_command_is_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CXX", 'g++ "')
+        with pytest.raises(ToolchainError, match="CXX is 'g\\+\\+ \"', which is no command"):
+            find_host_compiler()
 
     def test_clang_is_used_without_gcc(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         _script(tmp_path / "clang++", "echo 'Debian clang version 14.0.6'")

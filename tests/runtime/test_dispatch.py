@@ -86,6 +86,20 @@ def test_a_winner_of_another_gpu_is_never_used(host: Device, store_winner: Calla
     assert choose(PROBLEM, 0).kernel is None
 
 
+def test_each_gpu_has_its_own_winner(store_winner: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is asked for first, and however often."""
+    cards = [HOST, replace(HOST, name="another card")]
+    monkeypatch.setattr(dispatch, "current_device", lambda index: cards[index])
+    for card, preset in zip(cards, ("v1", "v2"), strict=True):
+        store_winner(PROBLEM, PRESETS[preset], device=card)
+    found = {}
+    for index in (1, 0, 1):
+        kernel = choose(PROBLEM, index).kernel
+        assert kernel
+        found[index] = kernel.info.config
+    assert found == {0: PRESETS["v1"].id, 1: PRESETS["v2"].id}
+
+
 def test_a_winner_without_limits_comes_first(host: Device, store_winner: Callable[..., None]) -> None:
     store_winner(PROBLEM, PRESETS["v1"], limits="sm_120")
     assert chosen_config() == PRESETS["v1"].id

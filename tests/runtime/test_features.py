@@ -129,6 +129,18 @@ def test_without_a_kernel_the_gradients_are_pytorchs(no_kernels: None, mask: str
     assert_right(output, inputs, exact(*wide, **MASKS[mask], softcap=3.0), wide)
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_a_scale_that_is_not_positive(problems: list[Problem], mask: str, scale: float) -> None:
+    inputs = leaves(1, 2, 2, 17, 40)
+    output = bwdtune.attention(*inputs, **MASKS[mask], softcap=2.0, scale=scale)
+    wide = doubled(inputs)
+    assert_right(output, inputs, exact(*wide, **MASKS[mask], softcap=2.0, scale=scale), wide)
+    output = bwdtune.attention(*inputs, **MASKS[mask], scale=scale, deterministic=True)
+    assert_right(output, inputs, exact(*wide, **MASKS[mask], scale=scale), wide)
+    assert not problems, "no kernel takes it"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_dtypes_and_dimensions_have_masks_too(no_kernels: None, dtype: torch.dtype) -> None:
     inputs = leaves(1, 2, 2, 9, 12, dtype=dtype)
@@ -194,6 +206,10 @@ NONSENSE: dict[str, dict[str, Any]] = {
     "window is": {"window": (-2, 0)},
     "softcap is -1": {"softcap": -1.0},
     "softcap is nan": {"softcap": math.nan},
+    "softcap is inf": {"softcap": math.inf},
+    "window is .1,.: it must be two": {"window": (1,)},
+    "window is .1, 2, 3.: it must be two": {"window": (1, 2, 3)},
+    "window is .1.5, 0.: it must be two": {"window": (1.5, 0)},
 }
 
 

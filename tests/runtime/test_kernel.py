@@ -171,6 +171,13 @@ def test_what_a_kernel_does_not_take(
         kernel().launch(**{**arguments, **change(arguments)}, scale=1.0)
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_must_be_positive(scale: float) -> None:
+    q = torch.zeros(1, 1, 4, HEAD_DIM).bfloat16()
+    with pytest.raises(KernelError, match=f"scale is {scale}"):
+        backward(kernel(), q, q, q, q, q, torch.zeros(1, 1, 4), scale)
+
+
 def test_head_dim_of_another_kernel() -> None:
     q = torch.zeros(1, 1, 4, 32).bfloat16()
     with pytest.raises(KernelError, match="head_dim is 32"):

@@ -203,6 +203,33 @@ def test_launches_from_two_threads(preset: str, deterministic: bool) -> None:
             assert not any(of_launch[0 if deterministic else 1 :])  # dQ's additions may have no order
 
 
+# ---- offsets past 2^31 ----
+
+
+@pytest.mark.parametrize("preset", ["v2", "t64", "w64"])
+def test_tensors_whose_sequences_are_far_apart(preset: str) -> None:
+    """All of them lie in one buffer, of which next to nothing is touched: none of it but that is memory."""
+    problem = Problem("bf16", 2, 2, 2, 40, 33, 64, True)
+    kernel = load(render(problem, PRESETS[preset]))
+    inputs = make_inputs(Case(problem, "normal"), torch.device("cpu"))
+    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": inputs.forward.output, "dout": inputs.dout}
+    gradients = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
+    room, apart = 8192, 2**31
+    buffer = torch.empty(apart + len(named | gradients) * room, dtype=torch.bfloat16)
+
+    def far(place: int, like: torch.Tensor) -> torch.Tensor:
+        _, *strides = torch.empty(like.shape).stride()
+        return buffer[place * room :].as_strided(like.shape, (apart, *strides))
+
+    places = {name: far(place, like) for place, (name, like) in enumerate((named | gradients).items())}
+    for name, tensor in named.items():
+        places[name].copy_(tensor)
+    kernel.launch(**places, lse=inputs.forward.lse, scale=problem.softmax_scale)
+    plain = backward(kernel, **named, lse=inputs.forward.lse, scale=problem.softmax_scale)
+    for name, gradient in zip(gradients, plain, strict=True):
+        assert torch.equal(places[name], gradient), name
+
+
 # ---- planted faults ----
 
 MUTATIONS: dict[str, tuple[str, str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -68,15 +69,18 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> str:
         (["search", "--shape", "8_16_4096_128", "--sampler", "grid"], 2, "grid"),
         (["search", "--shape", "8_16_4096_128", "--arch", "sm_80"], 2, "sm_80"),
         (["search", "--shape", "8_16_4096_128", "--arch", "host"], 2, "host"),
+        (["search", "--shape", "8_16_4096_128", "--arch", ""], 2, "unknown arch ''"),
         (["search", "--shape", "8_16_4096_128", "--limits", "sm_100"], 2, "sm_100"),
         (["search", "--shape", "8_16_4096_128", "--trials", "0"], 2, "trials is 0"),
         (["search", "--shape", "8_16_4096_128", "--trials", "many"], 2, "--trials"),
         (["search", "--shape", "8_16_4096_128", "--time", "-5"], 2, "time is -5"),
+        (["search", "--shape", "8_16_4096_128", "--time", "inf"], 2, "time is inf"),
         (["search", "--shape", "8_16_4096_128", "--seed", "-1"], 2, "seed is -1"),
         (["search", "--shape", "8_16_4096_100", "--arch", "sm_120a"], 2, "head_dim 100"),
         (["search", "--shape", "8_16_4096_128", "--fast"], 2, "--fast"),
         (["verify", "--shape", "8_16_4096_128", "--config", "v9"], 2, "v9"),
         (["verify", "--shape", "8_16_4096_128", "--config", "mma_q7_kv64"], 2, "mma_q7_kv64"),
+        (["verify", "--shape", "8_16_4096_128", "--config", "v2", "--arch", "sm_70"], 2, "sm_70"),
         (["bench", "--shape", "8_16_4096_128", "--kernel", "triton"], 2, "triton"),
         (["bench", "--shape", "8_16_4096_128", "--direction", "forward"], 2, "forward"),
         (["profile", "--shape", "8_16_4096_128", "--kernel", "v9"], 2, "v9"),
@@ -89,6 +93,7 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> str:
         (["show", "--shape", "8_16_4096_128", "--causal", "--alignment", "left"], 2, "unknown alignment 'left'"),
         (["show", "--shape", "8_16_4096_128", "--alignment", "bottom-right"], 2, "no diagonal"),
         (["export", "--config", "v3", "--arch", "sm_120a"], 2, "--output"),
+        (["export", "--config", "v3", "--arch", "", "--output", "/nowhere"], 2, "unknown arch ''"),
         (["nonsense"], 2, "nonsense"),
     ],
 )
@@ -222,6 +227,53 @@ def test_a_missing_nvcc_is_one_line(
     without_wheels(monkeypatch)
     assert main(["search", *SMALL]) == 1
     assert "nvcc" in complaint(capsys)
+
+
+def test_a_survey_that_finds_nothing_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, database: Path
+) -> None:
+    shim = NvccShim(tmp_path / "toolkit")  # for which no kernel is a source
+    monkeypatch.setenv("CUDA_HOME", str(shim.home))
+    monkeypatch.setenv("NVCC_CCBIN", "g++")
+    arguments = ["--trials", "2", "--db", str(database), "--cache", str(tmp_path / "cache"), "--json"]
+    assert main(["search", *SMALL, *arguments]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], len(found["failures"])) == ([], 2)
+    assert shim.compiled == 2
+
+
+def test_complaints_go_nowhere_where_standard_error_is_closed() -> None:
+    command = shlex.join([sys.executable, "-m", "bwdtune.tuner", "nonsense"])
+    done = subprocess.run(["sh", "-c", f"{command} 2>&-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_an_interrupt_while_it_loads_is_one_line() -> None:
+    code = """
+import sys
+class Interrupting:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+from bwdtune.tuner.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "tuner: interrupted\n")
+
+
+def test_ctrl_c_once_more_does_not_change_how_it_ended() -> None:
+    code = """
+import os, signal, sys
+from bwdtune.tuner import __main__, cli
+cli.main = lambda: 130
+status = __main__.main()
+os.kill(os.getpid(), signal.SIGINT)
+sys.exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def strike(number: int = signal.SIGINT) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_held_back_until_the_next_wait(number: int) -> None:
     with Interrupts() as interrupts:
         strike(number)
@@ -42,6 +42,23 @@ def test_a_second_signal_strikes_anywhere() -> None:
         strike()
         with pytest.raises(KeyboardInterrupt):
             strike()
+
+
+def test_a_terminal_that_closes_tells_so_more_than_once() -> None:
+    with Interrupts() as interrupts:
+        strike(signal.SIGHUP)
+        strike(signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt), interrupts.striking():
+            pytest.fail("it does not get here")
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts, interrupts.striking():
+            strike(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_former_handlers_are_put_back() -> None:

@@ -610,6 +610,25 @@ def test_a_broken_gpu_ends_the_search_and_keeps_what_there_is(database: Path) ->
     assert winner.partial
 
 
+def test_progress_that_nobody_reads_any_more_keeps_what_there_is(database: Path) -> None:
+    class Read(Told):
+        def update(self, status):
+            super().update(status)
+            if status.counts.measured == 3:
+                raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_search(database, progress=Read())
+    winner = stored_winner(database)
+    assert winner
+    assert winner.partial
+
+
+def test_more_jobs_than_candidates_are_no_more_threads(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_JOBS", "999999999")
+    assert run_search(database, trials=5).winner
+
+
 def test_an_unusable_compiler_ends_the_search(database: Path) -> None:
     def builder(source, arch):
         raise UsageError("no compiler")
@@ -628,6 +647,8 @@ def test_an_unusable_compiler_ends_the_search(database: Path) -> None:
         {"trials": -3},
         {"time_s": 0.0},
         {"time_s": math.nan},
+        {"time_s": math.inf},
+        {"time_s": 1e300},
         {"seed": -1},
         {"seed": 2**40},
     ],

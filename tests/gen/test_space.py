@@ -141,18 +141,19 @@ def test_a_group_that_is_split_needs_what_a_whole_one_does() -> None:
         ({"bottom_right": True}, "no bottom-right"),
         ({"softcap": True}, "no softcap"),
         ({"varlen": True, "deterministic": True}, "no varlen and no deterministic"),
-        ({"head_dim": 104}, "head_dim 104|does not divide"),
     ],
 )
-def test_what_only_the_mma_family_computes_is_refused_by_the_others(changes: dict[str, int], said: str) -> None:
+def test_what_a_template_does_not_have_is_refused_by_name(
+    changes: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = dataclasses.replace(SEED, **changes)
-    for config in PRESETS.values():
-        reason = refusal(problem, config, H200)
-        if config.family == "mma":
-            assert reason is None
-        else:
-            assert reason is not None
-            assert re.search(said, reason), reason
+    assert refusal(problem, PRESETS["v3"], H200) is None
+    for preset in ("t64", "w64"):
+        monkeypatch.setattr(type(PRESETS[preset]), "features", frozenset())
+        reason = refusal(problem, PRESETS[preset], H200)
+        assert reason is not None
+        assert f"{said}: " in reason
+        assert "mma" in reason.partition(": ")[2]
 
 
 @pytest.mark.parametrize("head_dim", [1, 20, 100, 264, 272])

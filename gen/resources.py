@@ -127,11 +127,11 @@ def _transposed_registers(problem: Problem, config: TransposedMmaConfig) -> int:
     dkv_columns = problem.head_dim // (2 if config.exchanges else 1)
     sums = 2 * keys * dkv_columns // 32
     kept = (int(config.k_in_registers) + int(config.v_in_registers)) * keys * problem.head_dim // 64
-    # S and dP are alive together, or P in 16 bits and dP; dQ after them.
+    # S and dP are alive together, or P in 16 bits and dP; dQ after them. With a cap, dS is made of another value than P,
+    # which is kept beside it until dV is computed.
     scores = keys * queries // 32
-    passing = max(
-        scores * 3 // 2 if config.p_first else scores * 2, config.block_q * problem.head_dim // config.threads
-    )
+    beside_dp = scores if not config.p_first or (problem.softcap and not config.dv_first) else scores // 2
+    passing = max(scores + beside_dp, config.block_q * problem.head_dim // config.threads)
     return sums + kept + passing + _TRANSPOSED_WORKING_REGISTERS
 
 

@@ -185,7 +185,7 @@ class TransposedMmaConfig(_Parameters):
 
     family: ClassVar[str] = "mmat"
     group: ClassVar[str] = "mma"
-    features: ClassVar[frozenset[str]] = frozenset({"window", "bottom_right", "softcap", "deterministic"})
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     abbreviations: ClassVar[dict[str, str]] = {
         "block_q": "q",
         "block_kv": "kv",

@@ -151,8 +151,8 @@ def _transposed_registers(problem: Problem, config: TransposedMmaConfig) -> int:
     sums = 2 * keys * dkv_columns // 32
     kept_columns = ceil_div(problem.head_dim, MMA_DEPTH) * MMA_DEPTH
     kept = (int(config.k_in_registers) + int(config.v_in_registers)) * keys * kept_columns // 64
-    # S and dP are alive together, or P in 16 bits and dP; dQ after them. With a cap, dS is made of another value than P,
-    # which is kept beside it until dV is computed.
+    # S and dP are alive together, or P in 16 bits and dP; dQ after them. With a cap, what dS is made of is kept
+    # beside P until dV is computed.
     scores = keys * queries // 32
     beside_dp = scores if not config.p_first or (problem.softcap and not config.dv_first) else scores // 2
     passing = max(scores + beside_dp, config.block_q // config.dq_row_warps * dq_columns // 32)

@@ -127,8 +127,8 @@ def _transposed_refusal(problem: Problem, config: TransposedMmaConfig) -> str | 
     for product, (parts, columns) in zip(("dK and dV", "dQ"), column_parts, strict=True):
         if (parts - 1) * FRAGMENT_COLUMNS >= problem.head_dim:
             return (
-                f"{product} does not divide: of {problem.head_dim} columns in {parts} parts, {FRAGMENT_COLUMNS} at a time, "
-                "none are left for the last"
+                f"{product} does not divide: of {problem.head_dim} columns in {parts} parts, {FRAGMENT_COLUMNS} at a "
+                "time, none are left for the last"
             )
         if parts * columns > there:
             return (

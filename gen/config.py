@@ -222,7 +222,7 @@ class TransposedMmaConfig(_Parameters):
         "min_blocks_per_sm": (1, 2),
         "head_group": (2, 4, 8),
     }
-    ungated: ClassVar[frozenset[str]] = frozenset({"p_in_fp16", "dv_first", "staggered", "head_group"})
+    ungated: ClassVar[frozenset[str]] = frozenset({"p_in_fp16", "staggered", "head_group"})
 
     block_q: int
     block_kv: int

@@ -47,7 +47,9 @@ def test_presets_are_points_of_the_space(preset: str) -> None:
     assert (PRESETS[preset] in valid_configs(SEED, RTX_5090)) == (preset not in ("t128", "w64", "w64lag"))
 
 
-@pytest.mark.parametrize("problem", [SEED, dataclasses.replace(SEED, head_dim=64, causal=False)], ids=str)
+@pytest.mark.parametrize(
+    "problem", [dataclasses.replace(SEED, head_dim=64, causal=False), dataclasses.replace(SEED, softcap=True)], ids=str
+)
 @pytest.mark.parametrize("device", [RTX_5090, H200], ids=lambda device: device.name)
 def test_a_configuration_is_either_valid_or_refused_with_a_reason(problem: Problem, device: Device) -> None:
     valid, refused = valid_configs(problem, device), refusals(problem, device)

@@ -15,6 +15,7 @@ from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
+from bwdtune.runtime import torch_attention
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
 from bwdtune.tuner.verify import Case, Verifier, make_inputs
@@ -22,7 +23,8 @@ from tests import feature_matrix
 from tests.feature_matrix import HEAD_DIMS, MASKS, matrix
 
 MATRIX = matrix()
-SAMPLE = MATRIX[::11]  # a stride that is prime to the numbers of masks and of features walks through all of both
+# A stride that is prime to the numbers of masks and of features walks through all of both.
+SAMPLE = [kernel for family in FAMILIES for kernel in [each for each in MATRIX if each.family == family][::13]]
 
 
 def wrong(kernels: Sequence[feature_matrix.Kernel], verifier: Verifier, device: Device) -> list[str]:
@@ -43,6 +45,11 @@ def test_the_matrix_has_every_mask_with_every_feature_and_thousands_of_cases() -
     assert all(case.problem.kind == kernel.problem.kind for kernel in MATRIX for case in kernel.cases)
     assert {getattr(kernel.config(HOST), "split_group", None) for kernel in SAMPLE} >= {False, True}
     assert {kernel.problem.head_dim for kernel in MATRIX} >= {32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}
+
+
+def test_each_feature_of_each_family_is_in_the_sample() -> None:
+    sampled = {(kernel.family, feature) for kernel in SAMPLE for feature in kernel.problem.asked}
+    assert sampled == {(kernel.family, feature) for kernel in MATRIX for feature in kernel.problem.asked}
 
 
 @pytest.mark.parametrize("kernel", SAMPLE, ids=lambda kernel: kernel.name)
@@ -102,10 +109,33 @@ def test_the_same_bits_fifty_times(drawn: feature_matrix.Kernel) -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("preset", ["v3", "t64", "t128"])
+def test_the_same_bits_whatever_runs_first(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of keys add to dQ what is huge and cancels: any other between them is rounded with it."""
+    problem = Problem("bf16", 1, 2, 1, 128, 7 * 128, 64, deterministic=True)
+    case = Case(problem, "normal")
+    inputs = make_inputs(case, torch.device("cpu"))
+    q, k, v = inputs.q, inputs.k, inputs.v
+    k[:, :, 128:256], v[:, :, 128:256] = k[:, :, :128], v[:, :, :128]
+    q[..., 0], k[:, :, :128, 0], k[:, :, 128:256, 0] = 0, 2.0**20, -(2.0**20)
+    forward = torch_attention.forward(q, k, v, False, case.scale)
+    kernel = Kernel.load(library_of(problem, PRESETS[preset]))
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return backward(kernel, q, k, v, forward.output, inputs.dout, forward.lse, case.scale, inputs.features)
+
+    first = gradients()
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", "4")
+    for _ in range(10):
+        for a, b in zip(first, gradients(), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_what_lies_behind_a_sequence_does_not_matter() -> None:
     """Its last tile holds rows of the next one: not a number times nothing must be nothing."""
     problem = Problem("bf16", 2, 2, 1, 100, 100, 64, causal=True, varlen=True)
-    for config in (PRESETS["v3"], MmaConfig(64, 64, 2, k_in_registers=False, v_in_registers=False, swizzle=0)):
+    no_swizzle = MmaConfig(64, 64, 2, k_in_registers=False, v_in_registers=False, swizzle=0)
+    for config in (PRESETS["v3"], no_swizzle, PRESETS["t64"], PRESETS["t128"]):
         kernel = Kernel.load(library_of(problem, config))
         case = Case(problem, "normal", lengths=((100, 70), (50, 100)))
         inputs = make_inputs(case, torch.device("cpu"))

@@ -279,6 +279,18 @@ SPLIT_MUTATIONS: dict[str, tuple[str, str]] = {
     "the last rows are not converted": ("= query_row_blocks(a) + 2 *", "= query_row_blocks(a) - 1 + 2 *"),
 }
 
+TRANSPOSED_FEATURE_MUTATIONS: dict[str, tuple[str, str, str]] = {
+    "the right edge is one too near, transposed": ("t64", "distance > last_distance", "distance >= last_distance"),
+    "the left edge is not masked, transposed": ("t128", " || distance < first_distance", ""),
+    "the cap has no slope, transposed": ("t64", "fmaxf(1.0f - score * score, 0.0f)", "1.0f"),
+    "a masked score has a slope": ("t128", "fmaxf(1.0f - score * score, 0.0f)", "1.0f - score * score"),
+    "every sequence has the first one's rows of the workspace": (
+        "t64",
+        "first_padded_row(sequence + 1, first_position)",
+        "first_padded_row(1, 0)",
+    ),
+    "rows are looked up a sequence too late": ("t128", "first_padded_row(middle + 1,", "first_padded_row(middle + 2,"),
+}
 FEATURED_PROBLEM = dataclasses.replace(
     MUTATED_PROBLEM,
     causal=False,
@@ -305,14 +317,19 @@ def mutated_sources() -> dict[str, Source]:
         name: mutated(name, old, new, PRESETS[preset]) for name, (preset, old, new) in TRANSPOSED_MUTATIONS.items()
     }
     featured = {name: mutated(name, *change, problem=FEATURED_PROBLEM) for name, change in FEATURE_MUTATIONS.items()}
+    for name, (preset, old, new) in TRANSPOSED_FEATURE_MUTATIONS.items():
+        featured[name] = mutated(name, old, new, PRESETS[preset], FEATURED_PROBLEM)
     split = {name: mutated(name, *change, SPLIT) for name, change in SPLIT_MUTATIONS.items()}
     return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed | featured | split
 
 
-@pytest.mark.parametrize("name", [*MUTATIONS, *TRANSPOSED_MUTATIONS, *FEATURE_MUTATIONS, *SPLIT_MUTATIONS])
+HAVING_FEATURES = [*FEATURE_MUTATIONS, *TRANSPOSED_FEATURE_MUTATIONS]
+
+
+@pytest.mark.parametrize("name", [*MUTATIONS, *TRANSPOSED_MUTATIONS, *SPLIT_MUTATIONS, *HAVING_FEATURES])
 def test_a_fault_in_the_kernel_is_caught(name: str) -> None:
     build_all(list(mutated_sources().values()))
-    problem = FEATURED_PROBLEM if name in FEATURE_MUTATIONS else MUTATED_PROBLEM
+    problem = FEATURED_PROBLEM if name in HAVING_FEATURES else MUTATED_PROBLEM
     record = VERIFIER.verify(problem, load(mutated_sources()[name]))
     assert not record.passed
 

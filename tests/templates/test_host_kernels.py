@@ -149,7 +149,7 @@ def points(draw: st.DrawFn) -> tuple[Problem, Config]:
         heads_kv,
         draw(st.integers(1, 200)),
         draw(st.integers(1, 200)),
-        draw(st.sampled_from((16, 32, 48, 64, 80, 96, 112, 128, 192))),
+        draw(st.sampled_from((16, 32, 40, 64, 72, 80, 96, 112, 128, 192, 200))),
         draw(st.booleans()),
     )
     return problem, draw(st.sampled_from(valid_configs(problem, HOST)))

@@ -185,7 +185,7 @@ class TransposedMmaConfig(_Parameters):
 
     family: ClassVar[str] = "mmat"
     group: ClassVar[str] = "mma"
-    features: ClassVar[frozenset[str]] = frozenset()
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     abbreviations: ClassVar[dict[str, str]] = {
         "block_q": "q",
         "block_kv": "kv",
@@ -222,7 +222,7 @@ class TransposedMmaConfig(_Parameters):
         "min_blocks_per_sm": (1, 2),
         "head_group": (2, 4, 8),
     }
-    ungated: ClassVar[frozenset[str]] = frozenset({"p_in_fp16", "dv_first", "staggered", "head_group"})
+    ungated: ClassVar[frozenset[str]] = frozenset({"p_in_fp16", "staggered", "head_group"})
 
     block_q: int
     block_kv: int

@@ -104,8 +104,29 @@ def _registers(problem: Problem, config: MmaConfig) -> int:
     return 2 * _FRAGMENT_REGISTERS * dkv_fragments + kept + passing + _WORKING_REGISTERS
 
 
+def transposed_columns(head_dim: int, config: TransposedMmaConfig) -> tuple[int, int]:
+    """Columns of head_dim that each group of dK and dV and each column warp of dQ has, with what fills up the last's.
+
+    They take pairs of fragments in turns.
+    """
+    pairs = ceil_div(head_dim, FRAGMENT_COLUMNS)
+    groups, warps = transposed_column_parts(config)
+    return ceil_div(pairs, groups) * FRAGMENT_COLUMNS, ceil_div(pairs, warps) * FRAGMENT_COLUMNS
+
+
+def transposed_column_parts(config: TransposedMmaConfig) -> tuple[int, int]:
+    """Into how many parts the columns of dK and dV, and those of dQ, are divided."""
+    return config.query_groups if config.exchanges else 1, config.num_warps // config.dq_row_warps
+
+
+def transposed_panel_columns(problem: Problem) -> int:
+    """Columns that a tile of an input has in shared memory: whole panels."""
+    panel_columns = _TRANSPOSED_PITCH_BYTES // problem.element_bytes
+    return ceil_div(problem.head_dim, panel_columns) * panel_columns
+
+
 def _transposed_shared_memory_bytes(problem: Problem, config: TransposedMmaConfig) -> int:
-    row_bytes = ceil_div(problem.head_dim * problem.element_bytes, _TRANSPOSED_PITCH_BYTES) * _TRANSPOSED_PITCH_BYTES
+    row_bytes = transposed_panel_columns(problem) * problem.element_bytes
     key_tile = config.block_kv * row_bytes
     queries = (config.q_stages + config.do_stages) * config.block_q
     score_tiles = 1 + config.exchanges
@@ -116,23 +137,26 @@ def _transposed_shared_memory_bytes(problem: Problem, config: TransposedMmaConfi
     )
     # V on its way to registers lies where the others will; at the end, parts of dK and dV where they were.
     at_start = 2 * key_tile if config.v_in_registers else 0
-    at_end = 2 * config.block_kv * problem.head_dim * 4 if config.splits_k else 0
+    dkv_columns, _ = transposed_columns(problem.head_dim, config)
+    at_end = 2 * config.block_kv * dkv_columns * 4 if config.splits_k else 0
     row_values = config.q_stages + config.do_stages
     barriers = 5 + config.q_stages + config.do_stages + (2 * config.num_warps if config.exchanges else 0)
-    return max(tiles, at_start, at_end) + row_values * config.block_q * 4 + barriers * _BARRIER_BYTES
+    number = _NUMBER_BYTES if problem.deterministic else 0
+    return max(tiles, at_start, at_end) + row_values * config.block_q * 4 + barriers * _BARRIER_BYTES + number
 
 
 def _transposed_registers(problem: Problem, config: TransposedMmaConfig) -> int:
     keys = config.block_kv * config.query_groups // config.num_warps
     queries = config.block_q // config.query_groups
-    dkv_columns = problem.head_dim // (2 if config.exchanges else 1)
+    dkv_columns, dq_columns = transposed_columns(problem.head_dim, config)
     sums = 2 * keys * dkv_columns // 32
-    kept = (int(config.k_in_registers) + int(config.v_in_registers)) * keys * problem.head_dim // 64
-    # S and dP are alive together, or P in 16 bits and dP; dQ after them.
+    kept_columns = ceil_div(problem.head_dim, MMA_DEPTH) * MMA_DEPTH
+    kept = (int(config.k_in_registers) + int(config.v_in_registers)) * keys * kept_columns // 64
+    # S and dP are alive together, or P in 16 bits and dP; dQ after them. With a cap, what dS is made of is kept
+    # beside P until dV is computed.
     scores = keys * queries // 32
-    passing = max(
-        scores * 3 // 2 if config.p_first else scores * 2, config.block_q * problem.head_dim // config.threads
-    )
+    beside_dp = scores if not config.p_first or (problem.softcap and not config.dv_first) else scores // 2
+    passing = max(scores + beside_dp, config.block_q // config.dq_row_warps * dq_columns // 32)
     return sums + kept + passing + _TRANSPOSED_WORKING_REGISTERS
 
 
@@ -199,6 +223,10 @@ def mma_count(problem: Problem, config: Config) -> int:
     elif isinstance(config, WgmmaConfig):
         of_sums, of_dq = _wgmma_columns(problem.head_dim)
         columns = 4 * of_sums + of_dq
+    elif isinstance(config, TransposedMmaConfig):
+        of_scores = ceil_div(problem.head_dim, MMA_DEPTH) * MMA_DEPTH
+        (groups, warps), (of_dkv, of_dq) = transposed_column_parts(config), transposed_columns(problem.head_dim, config)
+        columns = 2 * of_scores + warps * of_dq + 2 * groups * of_dkv
     tile = config.block_q * config.block_kv * columns // (MMA_ROWS * MMA_COLUMNS * MMA_DEPTH)
     return problem.heads_q * met * tile
 

@@ -16,7 +16,17 @@ from .device import Device
 from .errors import UsageError
 from .problem import CAUSAL, FULL, Problem
 from .render import template_hash
-from .resources import FRAGMENT_COLUMNS, blocks_per_sm, ceil_div, columns_per_warp, estimate, key_group_warps
+from .resources import (
+    FRAGMENT_COLUMNS,
+    blocks_per_sm,
+    ceil_div,
+    columns_per_warp,
+    estimate,
+    key_group_warps,
+    transposed_column_parts,
+    transposed_columns,
+    transposed_panel_columns,
+)
 
 _LARGEST_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8  # 16 bytes: TMA's strides are multiples of that
@@ -36,7 +46,7 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
     if reason := _feature_refusal(problem, config):
         return reason
     if isinstance(config, TransposedMmaConfig):
-        reason = _transposed_refusal(problem.head_dim, config)
+        reason = _transposed_refusal(problem, config)
     elif isinstance(config, WgmmaConfig):
         reason = _wgmma_refusal(problem, config, device)
     else:
@@ -101,19 +111,31 @@ def _mma_refusal(problem: Problem, config: MmaConfig) -> str | None:
     return None
 
 
-def _transposed_refusal(head_dim: int, config: TransposedMmaConfig) -> str | None:
+def _transposed_refusal(problem: Problem, config: TransposedMmaConfig) -> str | None:
     groups, warps, row_warps = config.query_groups, config.num_warps, config.dq_row_warps
-    column_groups = groups if config.exchanges else 1
+    if problem.head_dim < MMA_DEPTH:
+        return f"head_dim {problem.head_dim}: the {config.family} kernels take {MMA_DEPTH} and more"
     divisions = (
         ("S", config.block_kv, "keys", warps // groups, MMA_ROWS),
         ("S", config.block_q, "queries", groups, MMA_DEPTH),
-        ("dK and dV", head_dim, "columns", column_groups, FRAGMENT_COLUMNS),
         ("dQ", config.block_q, "queries", row_warps, MMA_ROWS),
-        ("dQ", head_dim, "columns", warps // row_warps, FRAGMENT_COLUMNS),
     )
     for product, size, unit, parts, multiple in divisions:
         if size % (parts * multiple):
             return f"{product} does not divide: {size} {unit} in {parts} parts are not a multiple of {multiple} each"
+    there = transposed_panel_columns(problem)
+    column_parts = zip(transposed_column_parts(config), transposed_columns(problem.head_dim, config), strict=True)
+    for product, (parts, columns) in zip(("dK and dV", "dQ"), column_parts, strict=True):
+        if (parts - 1) * FRAGMENT_COLUMNS >= problem.head_dim:
+            return (
+                f"{product} does not divide: of {problem.head_dim} columns in {parts} parts, {FRAGMENT_COLUMNS} at a "
+                "time, none are left for the last"
+            )
+        if parts * columns > there:
+            return (
+                f"{product} does not divide: {problem.head_dim} columns in {parts} parts are filled up to "
+                f"{parts * columns}, and a tile has {there}"
+            )
     return None
 
 

@@ -47,7 +47,9 @@ def test_presets_are_points_of_the_space(preset: str) -> None:
     assert (PRESETS[preset] in valid_configs(SEED, RTX_5090)) == (preset not in ("t128", "w64", "w64lag"))
 
 
-@pytest.mark.parametrize("problem", [SEED, dataclasses.replace(SEED, head_dim=64, causal=False)], ids=str)
+@pytest.mark.parametrize(
+    "problem", [dataclasses.replace(SEED, head_dim=64, causal=False), dataclasses.replace(SEED, softcap=True)], ids=str
+)
 @pytest.mark.parametrize("device", [RTX_5090, H200], ids=lambda device: device.name)
 def test_a_configuration_is_either_valid_or_refused_with_a_reason(problem: Problem, device: Device) -> None:
     valid, refused = valid_configs(problem, device), refusals(problem, device)
@@ -136,12 +138,11 @@ def test_a_group_that_is_split_needs_what_a_whole_one_does() -> None:
 @pytest.mark.parametrize(
     ("changes", "lacking"),
     [
-        ({"window_left": 512}, {"mmat": "no window"}),
-        ({"window_right": 7, "causal": False, "bottom_right": True}, {"mmat": "no window and no bottom-right"}),
-        ({"bottom_right": True}, {"mmat": "no bottom-right"}),
-        ({"softcap": True}, {"mmat": "no softcap", "wgmma": "log-sum-exp .* would be capped"}),
-        ({"varlen": True, "deterministic": True}, {"mmat": "no varlen and no deterministic", "wgmma": "no varlen:"}),
-        ({"head_dim": 104}, {"mmat": "does not divide"}),
+        ({"window_left": 512}, {}),
+        ({"bottom_right": True}, {}),
+        ({"softcap": True}, {"wgmma": "log-sum-exp .* would be capped"}),
+        ({"varlen": True}, {"wgmma": "no varlen: the mma and mmat kernels do"}),
+        ({"head_dim": 104}, {}),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused_with_its_name(
@@ -177,6 +178,29 @@ def test_a_head_dim_that_wgmma_kernels_do_not_take_is_refused_with_the_cause(hea
         assert reason is not None
         assert f"head_dim {head_dim}: the wgmma kernels take 32 to 128" in reason
         assert said in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"window_left": 512}, "no window"),
+        ({"window_right": 7, "causal": False, "bottom_right": True}, "no window and no bottom-right"),
+        ({"bottom_right": True}, "no bottom-right"),
+        ({"softcap": True}, "no softcap"),
+        ({"varlen": True, "deterministic": True}, "no varlen and no deterministic"),
+    ],
+)
+def test_what_a_template_does_not_have_is_refused_by_name(
+    changes: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = dataclasses.replace(SEED, **changes)
+    assert refusal(problem, PRESETS["v3"], H200) is None
+    for preset in ("t64", "w64"):
+        monkeypatch.setattr(type(PRESETS[preset]), "features", frozenset())
+        reason = refusal(problem, PRESETS[preset], H200)
+        assert reason is not None
+        assert f"{said}: " in reason
+        assert "mma" in reason.partition(": ")[2]
 
 
 @pytest.mark.parametrize("head_dim", [1, 20, 100, 264, 272])

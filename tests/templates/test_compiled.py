@@ -8,7 +8,7 @@ import pytest
 from covering import covering_configs, valid_presets
 
 from bwdtune.gen.build import Variant, build
-from bwdtune.gen.config import PRESETS, MmaConfig, WgmmaConfig
+from bwdtune.gen.config import PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
@@ -106,6 +106,42 @@ def test_features_of_wgmma_kernels_do_not_spill(lag_dq: bool) -> None:
         assert variant.library
         assert variant.resources.spill_bytes == variant.resources.stack_bytes == 0
         assert Kernel.load(variant.library).info.shared_memory_bytes == estimate(problem, config).shared_memory_bytes
+
+
+SMALL_TRANSPOSED = TransposedMmaConfig(
+    block_q=32,
+    block_kv=128,
+    num_warps=8,
+    q_stages=3,
+    do_stages=3,
+    v_in_registers=True,
+    p_first=True,
+    p_in_fp16=True,
+    staggered=True,
+)
+WIDE_TRANSPOSED = TransposedMmaConfig(
+    block_q=32, block_kv=64, num_warps=8, query_groups=2, exchange=True, dq_row_warps=1, v_in_registers=True
+)
+TRANSPOSED_FEATURED: tuple[tuple[Problem, Config], ...] = (
+    (Problem.parse("8_16_4096_128", window_left=1024, causal=True, bottom_right=True, softcap=True), SMALL_TRANSPOSED),
+    (Problem.parse("8_16_4096_128", causal=True, varlen=True, deterministic=True), SMALL_TRANSPOSED),
+    (Problem.parse("8_16_4096_72", dtype="fp16", causal=True, bottom_right=True, deterministic=True), PRESETS["t64"]),
+    (Problem.parse("8_16_4096_256", causal=True), WIDE_TRANSPOSED),
+)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+@pytest.mark.parametrize(
+    ("problem", "config"), TRANSPOSED_FEATURED, ids=[problem.kind for problem, _ in TRANSPOSED_FEATURED]
+)
+def test_features_of_transposed_kernels_do_not_spill(device: Device, problem: Problem, config: Config) -> None:
+    needs = estimate(problem, config)
+    assert refusal(problem, config, device) is None
+    (variant,) = compiled(problem, (config,), device)
+    assert variant.resources
+    assert variant.library
+    assert variant.resources.spill_bytes == variant.resources.stack_bytes == 0
+    assert Kernel.load(variant.library).info.shared_memory_bytes == needs.shared_memory_bytes
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)

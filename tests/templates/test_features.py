@@ -111,7 +111,7 @@ def test_the_same_bits_fifty_times(drawn: feature_matrix.Kernel) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("preset", ["v3", "w64", "w64lag"])
+@pytest.mark.parametrize("preset", ["v3", "t64", "t128", "w64", "w64lag"])
 def test_the_same_bits_whatever_runs_first(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiles of keys add to dQ what is huge and cancels: any other between them is rounded with it."""
     problem = Problem("bf16", 1, 2, 1, 128, 7 * 128, 64, deterministic=True)
@@ -138,7 +138,8 @@ def test_the_same_bits_whatever_runs_first(preset: str, monkeypatch: pytest.Monk
 def test_what_lies_behind_a_sequence_does_not_matter() -> None:
     """Its last tile holds rows of the next one: not a number times nothing must be nothing."""
     problem = Problem("bf16", 2, 2, 1, 100, 100, 64, causal=True, varlen=True)
-    for config in (PRESETS["v3"], MmaConfig(64, 64, 2, k_in_registers=False, v_in_registers=False, swizzle=0)):
+    no_swizzle = MmaConfig(64, 64, 2, k_in_registers=False, v_in_registers=False, swizzle=0)
+    for config in (PRESETS["v3"], no_swizzle, PRESETS["t64"], PRESETS["t128"]):
         kernel = Kernel.load(library_of(problem, config))
         case = Case(problem, "normal", lengths=((100, 70), (50, 100)))
         inputs = make_inputs(case, torch.device("cpu"))

@@ -150,7 +150,7 @@ def points(draw: st.DrawFn) -> tuple[Problem, Config]:
         heads_kv,
         draw(st.integers(1, 200)),
         draw(st.integers(1, 200)),
-        draw(st.sampled_from((16, 32, 48, 64, 80, 96, 112, 128, 192))),
+        draw(st.sampled_from((16, 32, 40, 64, 72, 80, 96, 112, 128, 192, 200))),
         draw(st.booleans()),
     )
     return problem, draw(st.sampled_from(valid_configs(problem, HOST)))
@@ -339,6 +339,18 @@ SPLIT_MUTATIONS: dict[str, tuple[str, str]] = {
     "the last rows are not converted": ("= query_row_blocks(a) + 2 *", "= query_row_blocks(a) - 1 + 2 *"),
 }
 
+TRANSPOSED_FEATURE_MUTATIONS: dict[str, tuple[str, str, str]] = {
+    "the right edge is one too near, transposed": ("t64", "distance > last_distance", "distance >= last_distance"),
+    "the left edge is not masked, transposed": ("t128", " || distance < first_distance", ""),
+    "the cap has no slope, transposed": ("t64", "fmaxf(1.0f - score * score, 0.0f)", "1.0f"),
+    "a masked score has a slope": ("t128", "fmaxf(1.0f - score * score, 0.0f)", "1.0f - score * score"),
+    "every sequence has the first one's rows of the workspace": (
+        "t64",
+        "first_padded_row(sequence + 1, first_position)",
+        "first_padded_row(1, 0)",
+    ),
+    "rows are looked up a sequence too late": ("t128", "first_padded_row(middle + 1,", "first_padded_row(middle + 2,"),
+}
 FEATURED_PROBLEM = dataclasses.replace(
     MUTATED_PROBLEM,
     causal=False,
@@ -379,6 +391,8 @@ def mutated_sources() -> dict[str, Source]:
         name: mutated(name, old, new, PRESETS[preset]) for name, (preset, old, new) in TRANSPOSED_MUTATIONS.items()
     }
     featured = {name: mutated(name, *change, problem=FEATURED_PROBLEM) for name, change in FEATURE_MUTATIONS.items()}
+    for name, (preset, old, new) in TRANSPOSED_FEATURE_MUTATIONS.items():
+        featured[name] = mutated(name, old, new, PRESETS[preset], FEATURED_PROBLEM)
     split = {name: mutated(name, *change, SPLIT) for name, change in SPLIT_MUTATIONS.items()}
     wgmma = {name: mutated(name, *change, PRESETS["w64lag"], WGMMA_PROBLEM) for name, change in WGMMA_MUTATIONS.items()}
     return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed | featured | split | wgmma
@@ -386,7 +400,7 @@ def mutated_sources() -> dict[str, Source]:
 
 PROBLEMS_OF_MUTATIONS = {
     **dict.fromkeys([*MUTATIONS, *TRANSPOSED_MUTATIONS, *SPLIT_MUTATIONS], MUTATED_PROBLEM),
-    **dict.fromkeys(FEATURE_MUTATIONS, FEATURED_PROBLEM),
+    **dict.fromkeys([*FEATURE_MUTATIONS, *TRANSPOSED_FEATURE_MUTATIONS], FEATURED_PROBLEM),
     **dict.fromkeys(WGMMA_MUTATIONS, WGMMA_PROBLEM),
 }
 

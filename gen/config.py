@@ -241,13 +241,6 @@ class TransposedMmaConfig(_Parameters):
     min_blocks_per_sm: int = 1
     head_group: int = 4
 
-    @classmethod
-    def of_choices(cls, values: dict[str, Any]) -> Any:
-        """A configuration of values that were taken from `choices`: a whole space of them need not be checked again."""
-        config = object.__new__(cls)
-        config.__dict__.update(values)
-        return config
-
     @staticmethod
     def contradiction(values: Mapping[str, Any]) -> str | None:
         if values["exchange"] and values["query_groups"] == 1:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from covering import covering_configs, valid_presets
 
-from bwdtune.gen.build import build
+from bwdtune.gen.build import build, build_one
 from bwdtune.gen.config import PRESETS, Config, WgmmaConfig
+from bwdtune.gen.device import HOST
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.gen.space import refusal
@@ -87,6 +89,27 @@ def test_dk_and_dv_are_the_same_bits_every_time(preset: str) -> None:
         again = run()
         assert torch.equal(first[0], again[0])
         assert torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_host_target_computes_the_same(preset: str, dtype: str) -> None:
+    """The same text on the same inputs: all that may differ is an approximate exponential and the order of sums."""
+    problem = Problem(dtype, 1, 4, 2, 300, 200, 128, causal=True)
+    device, config = current_device(), PRESETS[preset]
+    if reason := refusal(problem, config, device):
+        pytest.skip(reason)
+    on_device, on_host = (
+        Kernel.load(build_one(render(problem, config), arch).library or Path()) for arch in (device.arch, HOST.arch)
+    )
+    inputs = make_inputs(Case(problem, "normal"), torch.device("cpu"))
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse)
+    expected = backward(on_host, *tensors, problem.softmax_scale)
+    found = backward(on_device, *(tensor.cuda() for tensor in tensors), problem.softmax_scale)
+    step = torch.finfo(inputs.q.dtype).eps / 2
+    for name, ours, theirs in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        difference = (ours.cpu().float() - theirs.float()).norm() / theirs.float().norm()
+        assert difference <= step / 2, f"{name}: {difference:.2g}"
 
 
 QUEUED = (PRESETS["v3"], PRESETS["w64"], WgmmaConfig(lag_dq=True, v_fragments=3, resync=True))

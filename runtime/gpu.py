@@ -130,17 +130,16 @@ def compute_processes(index: int) -> int | None:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    advice = "use --arch to generate and compile without a GPU"
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:
-        raise NoGpuError(f"there is no NVIDIA driver ({_DRIVER} is not found): {advice}") from None
+        raise NoGpuError(f"there is no NVIDIA driver ({_DRIVER} is not found)") from None
     status = driver.cuInit(0)
     if status:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hint = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
         what = "the driver shows no GPU" if status == _NO_DEVICE else f"the driver does not start: error {status}"
-        raise NoGpuError(f"{what}{hint}: {advice}")
+        raise NoGpuError(f"{what}{hint}")
     return driver
 
 

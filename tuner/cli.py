@@ -243,12 +243,11 @@ def verify(
     as_json: JsonOption = False,
 ) -> int:
     """Check one configuration's gradients against fp64, and print its errors beside PyTorch's."""
-    from ..runtime.gpu import current_device
     from .check import check
 
     chosen = parse_config(config)
     target = None if arch is None else device_for_arch(arch)
-    device = HOST if target is HOST else current_device()
+    device = HOST if target is HOST else _gpu()
     if target and target.arch != device.arch:
         raise UsageError(f"the GPU here is {device.name} ({device.arch}): what is compiled for {arch} cannot run")
     checked = check(problem, chosen, device, cache=cache)
@@ -318,13 +317,12 @@ def bench(
     """Race kernels against each other on the GPU, each verified first."""
     from ..db.store import Store
     from ..gen.toolchain import find_nvcc
-    from ..runtime.gpu import current_device
     from .bench import DEFAULT_EMULATED_KERNELS, DEFAULT_KERNELS, check_kernels
     from .bench import bench as race
 
     names = kernels or (DEFAULT_EMULATED_KERNELS if emulate else DEFAULT_KERNELS)
     check_kernels(names, direction, limits, emulate)
-    device = current_device()
+    device = _gpu()
     with _bench(device, find_nvcc().version) as (worker, environment):
         assert environment
         report = race(
@@ -396,11 +394,10 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Profile one kernel on the GPU with ncu."""
-    from ..runtime.gpu import current_device
     from .profile import profile as measure
 
     chosen = None if kernel == "best" else parse_config(kernel)
-    device = current_device()
+    device = _gpu()
     config = chosen or _stored_winner(problem, database, limits, device.arch).config
     found = measure(problem, config, device, kernel=kernel, cache=cache)
     _print(found.to_dict(), [found.table()], as_json)
@@ -456,6 +453,19 @@ def ship(
     }
     _print(data, [shipped_table(written.rows), *written.left_out, f"written to {written.path}"], as_json)
     return 0
+
+
+def _gpu() -> Device:
+    """The GPU that is here, for a command that can do nothing without one."""
+    from ..runtime.gpu import NoGpuError, current_device
+
+    try:
+        return current_device()
+    except NoGpuError as error:
+        raise NoGpuError(
+            f"{error}: without a GPU, `tuner verify --arch {HOST_ARCH}` checks a kernel on the CPU, and `tuner search` "
+            "predicts times"
+        ) from None
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Shipped:
         cycles: Median cycles, of an emulated one.
         max_error: Largest relative L2 error of its verification.
         source_hash: Hash of its source. An emulated one was verified and run with dummy mma in it, this is the source
-        without.
+            without.
         template_hash: Hash of the templates that the source came from.
     """
 

@@ -210,8 +210,7 @@ def bench(
         direction: ``backward``.
         limits: Keep to another card's limits: a key of `options.LIMITS`, or None.
         emulate: Slow the card to another one's pace, and keep to its limits: a key of `gen.emulation.EMULATED`, or
-        None.
-            Rows then have cycles and no times, and ``best`` is the best emulated configuration.
+            None. Rows then have cycles and no times, and ``best`` is the best emulated configuration.
         cycles: Have our kernels count their cycles; emulated ones do.
         cache: Where builds are kept; None for the usual place.
 

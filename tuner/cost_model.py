@@ -3,7 +3,8 @@
 A tile of scores costs each unit of an SM so many cycles: tensor cores, shared memory, what computes P and dS, and the
 L2 that dQ is added up in. The units work side by side, but never perfectly: together they take a norm of what each
 takes, between the longest and the sum. What nothing covers is added: a barrier's drain, a load that is waited for, a
-block's start and end. `tests/tuner/test_cost_model.py` holds it to what was measured; docs/host.md says how good it is.
+block's start and end. `tests/tuner/test_cost_model.py` holds it to what was measured; docs/cost_model.md says how good
+it is.
 """
 
 from __future__ import annotations

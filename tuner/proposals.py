@@ -42,8 +42,7 @@ class Outcome:
         state: ``measured``; ``refused`` by the compiler gate (it spills); ``failed`` (to compile, to verify, to
             run); or ``unmeasured`` where it passed and nothing was there to time it.
         cost: What a measured candidate is ranked by, the less the better: its median time in ms, in an emulated search
-        its
-            median cycles. None for the others: no number stands in for a failure.
+            its median cycles. None for the others: no number stands in for a failure.
         reason: Why it was refused or failed, in one line.
         lasting: Another search would come to the same; not so where the machine failed, and not the candidate.
     """

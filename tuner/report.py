@@ -166,8 +166,7 @@ class SearchResult:
             rest), ``total``.
         notes: What else a person should know.
         emulate: The card whose pace candidates were slowed to (``sm_120``), else None. Then cycles rank, and ``winner``
-        is
-            the best emulated one, which is nobody's winner.
+            is the best emulated one, which is nobody's winner.
     """
 
     problem: Problem

@@ -151,6 +151,10 @@ class Problem:
         """The mask and what else is asked for, by field."""
         return {name: getattr(self, name) for name in ("causal", "window_left", "window_right", *FLAGS)}
 
+    def to_dict(self) -> dict[str, Any]:
+        """The problem as the commands' JSON names it: its shape, its features, its dtype."""
+        return {"shape": self.shape, **self.features, "dtype": self.dtype}
+
     @property
     def mask(self) -> str:
         """The kind of mask, which kernels are generated for: ``full``, ``causal`` or ``window``."""

@@ -50,9 +50,7 @@ class Check:
     def to_dict(self) -> dict[str, Any]:
         """The JSON of ``tuner verify --json``."""
         return {
-            "shape": self.problem.shape,
-            **self.problem.features,
-            "dtype": self.problem.dtype,
+            **self.problem.to_dict(),
             "config": self.config.id,
             "arch": self.device.arch,
             "device": self.device.name,

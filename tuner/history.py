@@ -10,19 +10,20 @@ from ..db.records import EMULATED, EmulatedBest, Environment, ProblemHistory, St
 from ..db.shipped import Shipped
 from ..db.shipped import shipped_to_dict as _shipped_row
 from ..gen.config import preset_name
+from ..gen.problem import Problem
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
+_PROBLEM_HEADINGS = ("shape", "dtype", "mask")
+
+
 def winner_to_dict(winner: Winner) -> dict[str, Any]:
     """A winner as JSON."""
-    problem = winner.problem
     return {
         "origin": "stored",
-        "shape": problem.shape,
-        **problem.features,
-        "dtype": problem.dtype,
+        **winner.problem.to_dict(),
         "limits": winner.limits,
         **_environment_to_dict(winner.environment),
         "config": winner.config.id,
@@ -30,7 +31,7 @@ def winner_to_dict(winner: Winner) -> dict[str, Any]:
         "ms": winner.median_ms,
         "low_ms": winner.low_ms,
         "high_ms": winner.high_ms,
-        "tflops": problem.flops / winner.median_ms / 1e9,
+        "tflops": _tflops(winner),
         "max_error": winner.max_error,
         "registers": winner.registers,
         "spill_bytes": winner.spill_bytes,
@@ -48,35 +49,30 @@ def winners_table(winners: Sequence[Winner]) -> Table:
     from rich.table import Table
 
     table = Table(title="winners")
-    for heading in ("shape", "dtype", "mask", "GPU", "limits", "configuration"):
+    for heading in (*_PROBLEM_HEADINGS, "GPU", "limits", "configuration"):
         table.add_column(heading)
     for heading in ("ms", "TFLOPS", "max error"):
         table.add_column(heading, justify="right")
     table.add_column("found")
     for winner in winners:
         table.add_row(
-            winner.problem.shape,
-            winner.problem.dtype,
-            winner.problem.features_label,
+            *_problem_cells(winner.problem),
             winner.environment.gpu.name,
             winner.limits or "-",
             winner.config.id,
             f"{winner.median_ms:.3f}",
-            f"{winner.problem.flops / winner.median_ms / 1e9:.1f}",
+            f"{_tflops(winner):.1f}",
             f"{winner.max_error:.1e}",
-            f"{winner.created_at:%Y-%m-%d %H:%M}{' (partial)' if winner.partial else ''}",
+            _found(winner),
         )
     return table
 
 
 def best_to_dict(best: EmulatedBest) -> dict[str, Any]:
     """A best emulated configuration as JSON."""
-    problem = best.problem
     return {
         "origin": "emulated",
-        "shape": problem.shape,
-        **problem.features,
-        "dtype": problem.dtype,
+        **best.problem.to_dict(),
         "emulate": best.target,
         **_environment_to_dict(best.environment),
         "config": best.config.id,
@@ -98,35 +94,30 @@ def bests_table(bests: Sequence[EmulatedBest]) -> Table:
     from rich.table import Table
 
     table = Table(title="best emulated configurations: not measured on these cards, and used by nothing")
-    for heading in ("shape", "dtype", "mask", "emulated", "on", "configuration"):
+    for heading in (*_PROBLEM_HEADINGS, "emulated", "on", "configuration"):
         table.add_column(heading)
     for heading in ("Mcycles", "max error"):
         table.add_column(heading, justify="right")
     table.add_column("found")
     for best in bests:
         table.add_row(
-            best.problem.shape,
-            best.problem.dtype,
-            best.problem.features_label,
+            *_problem_cells(best.problem),
             best.target,
             best.environment.gpu.name,
             best.config.id,
             f"{best.cycles / 1e6:.3f}",
             f"{best.max_error:.1e}",
-            f"{best.created_at:%Y-%m-%d %H:%M}{' (partial)' if best.partial else ''}",
+            _found(best),
         )
     return table
 
 
 def shipped_to_dict(shipped: Shipped) -> dict[str, Any]:
     """A shipped configuration as JSON."""
-    problem = shipped.problem
     return {
         "origin": "shipped",
         **_shipped_row(shipped),
-        "shape": problem.shape,
-        **problem.features,
-        "dtype": problem.dtype,
+        **shipped.problem.to_dict(),
         "config": shipped.config.id,
         "family": shipped.config.family,
     }
@@ -137,16 +128,14 @@ def shipped_table(rows: Sequence[Shipped]) -> Table:
     from rich.table import Table
 
     table = Table(title="shipped: used where nothing is stored")
-    for heading in ("shape", "dtype", "mask", "for", "configuration", "where it comes from"):
+    for heading in (*_PROBLEM_HEADINGS, "for", "configuration", "where it comes from"):
         table.add_column(heading)
     for heading in ("ms", "Mcycles", "max error"):
         table.add_column(heading, justify="right")
     table.add_column("found")
     for row in rows:
         table.add_row(
-            row.problem.shape,
-            row.problem.dtype,
-            row.problem.features_label,
+            *_problem_cells(row.problem),
             row.gpu.name,
             row.config.id,
             row.origin,
@@ -161,9 +150,7 @@ def shipped_table(rows: Sequence[Shipped]) -> Table:
 def history_to_dict(history: ProblemHistory) -> dict[str, Any]:
     """The JSON of ``tuner show --json``."""
     return {
-        "shape": history.problem.shape,
-        **history.problem.features,
-        "dtype": history.problem.dtype,
+        **history.problem.to_dict(),
         "winners": [winner_to_dict(winner) for winner in history.winners],
         "measurements": [_measurement_to_dict(measurement) for measurement in history.measurements],
         "failures": [
@@ -250,6 +237,19 @@ def _measurement_to_dict(measurement: StoredMeasurement) -> dict[str, Any]:
         "shared_memory_bytes": variant.shared_memory_bytes,
         "created_at": measurement.created_at.isoformat(),
     }
+
+
+def _problem_cells(problem: Problem) -> tuple[str, str, str]:
+    """Under `_PROBLEM_HEADINGS`."""
+    return problem.shape, problem.dtype, problem.features_label
+
+
+def _found(best: Winner | EmulatedBest) -> str:
+    return f"{best.created_at:%Y-%m-%d %H:%M}{' (partial)' if best.partial else ''}"
+
+
+def _tflops(winner: Winner) -> float:
+    return winner.problem.flops / winner.median_ms / 1e9
 
 
 def _environment_to_dict(environment: Environment) -> dict[str, Any]:

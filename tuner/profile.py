@@ -172,9 +172,7 @@ class Profile:
         return {
             "kernel": self.kernel,
             "config": self.config,
-            "shape": self.problem.shape,
-            "dtype": self.problem.dtype,
-            **self.problem.features,
+            **self.problem.to_dict(),
             "gpu": self.gpu,
             "arch": self.arch,
             "ncu": self.ncu,

@@ -50,7 +50,7 @@ class Roofline:
         """The JSON of ``tuner roofline --json``."""
         values = asdict(self)
         del values["problem"]
-        return {"shape": self.problem.shape, "dtype": self.problem.dtype, **self.problem.features, **values}
+        return {**self.problem.to_dict(), **values}
 
     def table(self) -> Table:
         """The write-up's table: work, peak and bound of compute and of memory."""

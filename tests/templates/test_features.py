@@ -20,7 +20,7 @@ from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
 from bwdtune.tuner.verify import Case, Verifier, make_inputs
 from tests import feature_matrix
-from tests.feature_matrix import HEAD_DIMS, MASKS, matrix, sample
+from tests.feature_matrix import MASKS, matrix, sample
 
 MATRIX, SAMPLE = matrix(), sample()
 
@@ -63,14 +63,14 @@ def test_a_sample_on_the_host(kernel: feature_matrix.Kernel, monkeypatch: pytest
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_all_of_it_on_the_gpu(head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "head_dim"), sorted({(kernel.family, kernel.problem.head_dim) for kernel in MATRIX})
+)
+def test_all_of_it_on_the_gpu(family: str, head_dim: int) -> None:
     device = current_device()
-    kernels = [
-        kernel
-        for kernel in MATRIX
-        if kernel.problem.head_dim == head_dim and (kernel.family != WgmmaConfig.family or device.has_wgmma)
-    ]
+    if family == WgmmaConfig.family and not device.has_wgmma:
+        pytest.skip(f"{device.name} has no wgmma")
+    kernels = [kernel for kernel in MATRIX if (kernel.family, kernel.problem.head_dim) == (family, head_dim)]
     assert not wrong(kernels, Verifier("cuda"), device)
 
 

@@ -30,9 +30,11 @@ int bwdtune_backward(const bwdtune_arguments* arguments) {
 const char* bwdtune_error_text(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 
 int bwdtune_get_info(bwdtune_info* info) {
+  if (info->struct_bytes != sizeof(bwdtune_info)) return -1;
   info->abi_version = BWDTUNE_ABI_VERSION;
   info->head_dim = 64;
-  info->causal = 1;
+  info->mask = BWDTUNE_MASK_CAUSAL;
+  info->bottom_right = info->softcap = info->varlen = info->deterministic = 0;
   info->threads = 1;
   info->shared_memory_bytes = 0;
   info->dtype = "bf16";

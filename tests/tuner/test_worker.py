@@ -19,9 +19,12 @@ from stub_kernels import stub_library
 
 from bwdtune.gen.build import Variant, build_one
 from bwdtune.gen.config import PRESETS, Config
+from bwdtune.gen.device import H200
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES, Source, render
+from bwdtune.gen.toolchain import ToolchainError
 from bwdtune.runtime.gpu import current_device
+from bwdtune.runtime.kernel import Kernel
 from bwdtune.tuner.timing import Policy
 from bwdtune.tuner.worker import CandidateError, Worker, WorkerError
 
@@ -177,14 +180,25 @@ def test_ctrl_c_is_the_parents_to_handle(parent: tuple[subprocess.Popen[str], ps
 GPU_PROBLEM = Problem.parse("1_2_130_64", causal=True)
 
 
-def gpu_variant(config: Config = PRESETS["v2"], fault: str = "") -> Variant:
-    """A kernel of the templates, or one that ruins its context, for the first GPU."""
+def gpu_variant(config: Config = PRESETS["v2"], fault: str = "", arch: str = "") -> Variant:
+    """A kernel of the templates, or one that ruins its context, for the first GPU or for an arch."""
     source = render(GPU_PROBLEM, config)
     if fault:
         header = (TEMPLATES / "interface.h").read_text()
         text = (Path(__file__).parent.parent / "faulty_kernel.cu").read_text()
         source = replace(source, text=f"#define FAULT {fault}\n{text}".replace('#include "interface.h"', header))
-    return build_one(source, current_device().arch)
+    return build_one(source, arch or current_device().arch)
+
+
+@pytest.mark.parametrize("fault", ["ILLEGAL_ACCESS", "TRAP", "ENDLESS"])
+def test_what_ruins_a_context_is_a_kernel_for_the_problem(fault: str) -> None:
+    try:
+        library = gpu_variant(fault=fault, arch=H200.arch).library
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    assert library
+    faulty, good = Kernel.load(library).info, GPU_PROBLEM
+    assert (faulty.dtype, faulty.head_dim, faulty.mask) == (good.dtype, good.head_dim, good.mask)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from stub_kernels import stub_library
 
 from bwdtune.gen.build import build
 from bwdtune.gen.config import PRESETS, Config
+from bwdtune.gen.device import HOST
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime.gpu import current_device
@@ -93,6 +95,35 @@ def test_at_the_problems_own_sizes() -> None:
     assert record.passed, record.reason
     assert list(record.errors) == ["3_4_2_100_32 bf16 causal normal"]
     assert not VERIFIER.verify_at(problem, stub(problem, "ONE_ELEMENT")).passed
+
+
+def test_chance_beats_no_right_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this draw the errors of a kernel and PyTorch's, which are alike over many of them, are far apart."""
+    problem = Problem.parse("1_1_64_64", dtype="fp16")
+    unlucky = Case(problem, "far below zero", draw=111)
+    (kernel,) = built(problem, [PRESETS["t64"]], HOST.arch)
+    record = VERIFIER.verify_on([unlucky], kernel)
+    assert record.passed, record.reason
+    errors = record.errors[unlucky.name]
+    assert errors["dk"] < 1.6 * errors["torch_dk"]
+    monkeypatch.setattr("bwdtune.tuner.verify._NEAR", 0.0)
+    assert "the relative error of dk" in VERIFIER.verify_on([unlucky], kernel).reason
+
+
+def test_what_is_always_a_little_wrong_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, drawn = stub(), []
+    launch = kernel.launch
+
+    def launch_wrongly(*tensors: torch.Tensor, **options: Any) -> None:
+        launch(*tensors, **options)
+        options["dk"].mul_(1.008)
+        drawn.append(options["dk"])
+
+    monkeypatch.setattr(kernel, "launch", launch_wrongly)
+    case = Case(Problem.parse("1_2_70_32", causal=True), "normal")
+    record = VERIFIER.verify_on([case], kernel)
+    assert len(drawn) > 1, "the error is near its limit"
+    assert "the relative error of dk" in record.reason
 
 
 @pytest.mark.parametrize("heads_inside", [False, True])

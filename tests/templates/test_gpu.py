@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from covering import covering_configs, valid_presets
 
 from bwdtune.gen.build import build, build_one
-from bwdtune.gen.config import PRESETS, Config, WgmmaConfig
+from bwdtune.gen.config import PRESETS, Config, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
@@ -62,6 +63,29 @@ def test_grouped_queries(verifier: Verifier, causal: bool) -> None:
     splits = tuple(replace(PRESETS[name], split_group=True) for name in ("v1", "v2", "v3"))
     for shape in ("2_8_2_512_128", "1_6_1_512_128", "2_4_4_512_128"):
         check(verifier, Problem.parse(shape, causal=causal), (*presets.values(), *splits))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_are_as_exact_as_flash_attentions(
+    verifier: Verifier, dtype: str, causal: bool, head_dim: int
+) -> None:
+    problem, device = Problem.parse(f"1_4_1024_{head_dim}", dtype=dtype, causal=causal), current_device()
+    cases = [Case(problem, "normal", draw=draw) for draw in range(5)]
+    presets = valid_presets(problem, device)
+    variants = build([render(problem, config) for config in presets.values()], device.arch)
+    for config, variant in zip(presets.values(), variants, strict=True):
+        assert variant.library, variant.error
+        record = verifier.verify_on(cases, Kernel.load(variant.library))
+        assert record.passed, record.reason
+        # For P between bf16's roundings there is fp16; for fp16's there is nothing.
+        bound = 1.3 if dtype == "fp16" and config.family == TransposedMmaConfig.family else 1.2
+        for name in ("dq", "dk", "dv"):
+            ours, flash = (
+                math.hypot(*(errors[key] for errors in record.errors.values())) for key in (name, f"torch_{name}")
+            )
+            assert ours <= bound * flash, f"{config.id}: {name}"
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -5,4 +5,11 @@ namespace ptx {
 // Orders what this thread did, or knows of, by ordinary accesses and by copies: each before it with the others after it.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// What `release_global` stored, as far as it has; what was done before it is then visible.
+__device__ __forceinline__ uint32_t load_acquire_global(const uint32_t* pointer) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+
 }  // namespace ptx

@@ -296,6 +296,11 @@ inline void wait_for_global(const uint32_t* pointer, uint32_t value, int line = 
   }
 }
 
+inline uint32_t load_acquire_global(const uint32_t* pointer, int line = __builtin_LINE()) {
+  block().check_global(pointer, 4, 4, false, "ld.acquire.global.u32", line);
+  return __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
+}
+
 inline void release_global(uint32_t* pointer, uint32_t value, int line = __builtin_LINE()) {
   block().check_global(pointer, 4, 4, true, "st.release.global.u32", line);
   __atomic_store_n(pointer, value, __ATOMIC_RELEASE);

@@ -284,6 +284,8 @@ class WgmmaConfig(_Parameters):
             there.
         copies: Copies of the computing code: one for both warpgroups, or one each.
         head_group: Heads whose items are taken together, to share the L2.
+        store_first: The first key tile that meets a query tile stores its part of dQ, and the others wait until it has;
+            else all of them add to what was cleared before.
     """
 
     family: ClassVar[str] = "wgmma"
@@ -298,7 +300,9 @@ class WgmmaConfig(_Parameters):
         "skip_masked": "m",
         "copies": "c",
         "head_group": "h",
+        "store_first": "s",
     }
+    later: ClassVar[frozenset[str]] = frozenset({"store_first"})
     choices: ClassVar[dict[str, tuple[int | bool, ...]]] = {
         "block_q": (64, 128),
         "fold_statistics": (False, True),
@@ -308,6 +312,7 @@ class WgmmaConfig(_Parameters):
         "skip_masked": (False, True),
         "copies": (1, 2),
         "head_group": (4, 8, 16),
+        "store_first": (False, True),
     }
     ungated: ClassVar[frozenset[str]] = frozenset({"lag_dq", "resync", "copies", "head_group"})
     threads: ClassVar[int] = 384
@@ -321,6 +326,7 @@ class WgmmaConfig(_Parameters):
     skip_masked: bool = False
     copies: int = 1
     head_group: int = 8
+    store_first: bool = False
 
 
 Config = MmaConfig | TransposedMmaConfig | WgmmaConfig

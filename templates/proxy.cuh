@@ -12,4 +12,10 @@ __device__ __forceinline__ uint32_t load_acquire_global(const uint32_t* pointer)
   return value;
 }
 
+// Copies `bytes` from shared memory: both addresses and the size are multiples of 16.
+__device__ __forceinline__ void bulk_store(float* destination, uint32_t source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+}
+
 }  // namespace ptx

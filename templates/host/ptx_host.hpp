@@ -445,13 +445,18 @@ inline void execute_reduce_add(const Fiber& fiber, const bwdtune_host::BulkOpera
   }
 }
 
-inline void bulk_reduce_add(float* destination, uint32_t source, uint32_t bytes, int line = __builtin_LINE()) {
-  const char* what = "cp.reduce.async.bulk";
+inline void execute_bulk_store(const Fiber& fiber, const bwdtune_host::BulkOperation& operation) {
+  memcpy(operation.destination, read_bulk(fiber, operation, "cp.async.bulk"), operation.bytes);
+}
+
+// A copy from shared memory to as many bytes of global memory.
+inline void bulk_to_global(void (*execute)(const Fiber&, const bwdtune_host::BulkOperation&), float* destination,
+                           uint32_t source, uint32_t bytes, const char* what, int line) {
   if (!bytes || bytes % 16)
     block().fault(*current_fiber, cudaErrorLaunchFailure, line, "%s of %u bytes: they must be a multiple of 16", what, bytes);
   block().check_global(destination, bytes, 16, true, what, line);
   bwdtune_host::BulkOperation operation = {};
-  operation.execute = execute_reduce_add;
+  operation.execute = execute;
   operation.thread = current_fiber->thread;
   operation.group = current_fiber->bulk_groups;
   operation.source = source;
@@ -459,6 +464,14 @@ inline void bulk_reduce_add(float* destination, uint32_t source, uint32_t bytes,
   operation.line = line;
   operation.destination = destination;
   issue_bulk(operation, 16, what);
+}
+
+inline void bulk_reduce_add(float* destination, uint32_t source, uint32_t bytes, int line = __builtin_LINE()) {
+  bulk_to_global(execute_reduce_add, destination, source, bytes, "cp.reduce.async.bulk", line);
+}
+
+inline void bulk_store(float* destination, uint32_t source, uint32_t bytes, int line = __builtin_LINE()) {
+  bulk_to_global(execute_bulk_store, destination, source, bytes, "cp.async.bulk", line);
 }
 
 inline void execute_tma_store(const Fiber& fiber, const bwdtune_host::BulkOperation& operation) {

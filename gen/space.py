@@ -14,7 +14,7 @@ from typing import Any
 from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from .device import Device
 from .errors import UsageError
-from .problem import FULL, WINDOW, Problem
+from .problem import CAUSAL, FULL, WINDOW, Problem
 from .render import template_hash
 from .resources import (
     FRAGMENT_COLUMNS,
@@ -157,6 +157,8 @@ def _wgmma_refusal(problem: Problem, config: WgmmaConfig, device: Device) -> str
         return "the log-sum-exp that is folded into S would be capped with it"
     if config.skip_masked and problem.mask == FULL:
         return "there is no mask that would leave tiles to be skipped"
+    if config.skip_masked and problem.deterministic and problem.mask == CAUSAL and not config.store_first:
+        return "such a deterministic kernel goes backwards, and a causal mask leaves all of the last queries' tile"
     if config.store_first and (problem.mask == WINDOW or problem.bottom_right):
         return "queries that see no key meet no key tile that would store their dQ: it has to be cleared"
     if (needed := estimate(problem, config).registers) > _WGMMA_REGISTERS:

@@ -23,7 +23,7 @@ from ..gen.resources import estimate, occupancy
 from ..gen.space import refusal
 from .options import LIMITS
 from .report import CYCLE_HEADINGS, Row
-from .timing import RACE_POLICY
+from .timing import BENCH_POLICY
 from .worker import CandidateError
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def bench(
         environment=environment,
         limits=limits,
         command=command,
-        policy=RACE_POLICY.id,
+        policy=BENCH_POLICY.id,
         date=datetime.now(timezone.utc),
         rows=tuple(entry.row for entry in entries),
         notices=notices,
@@ -408,7 +408,7 @@ def _race(
         if not configs and not peers:
             return ()
         try:
-            timings = worker.time(problem, [variants[config] for config in configs], peers, RACE_POLICY)
+            timings = worker.time(problem, [variants[config] for config in configs], peers, BENCH_POLICY)
             break
         except CandidateError as error:
             culprits = [entry for entry in entries if entry.alive and _timed_as(entry) == error.candidate]

@@ -45,7 +45,10 @@ SEARCH_POLICY = Policy(warmup_ms=50, budget_ms=150, min_samples=10, max_samples=
 """For one candidate of many."""
 
 RACE_POLICY = Policy(warmup_ms=200, budget_ms=600, min_samples=30, max_samples=400)
-"""For finalists, and whatever goes into a table."""
+"""For finalists."""
+
+BENCH_POLICY = Policy(warmup_ms=2000, budget_ms=1000, min_samples=30, max_samples=400)
+"""For a table: sustained, with the clock that the card's power cap leaves when all of them have run for a while."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from bwdtune.gen.toolchain import find_nvcc
 from bwdtune.runtime.gpu import current_device, environment
 from bwdtune.tuner import bench as module
 from bwdtune.tuner.bench import DEFAULT_KERNELS, BenchReport, bench
-from bwdtune.tuner.timing import RACE_POLICY, Cycles, Policy, Timing, Timings
+from bwdtune.tuner.timing import BENCH_POLICY, Cycles, Policy, Timing, Timings
 from bwdtune.tuner.worker import CandidateError, Worker
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
@@ -53,7 +53,7 @@ class FakeWorker:
         return replace(GOOD, max_error=0.002)
 
     def time(self, problem: Problem, variants: Sequence[Variant], peers: Sequence[str], policy: Policy) -> Timings:
-        assert policy == RACE_POLICY
+        assert policy == BENCH_POLICY
         names = [*(variant.source.config.id for variant in variants), *peers]
         self.races.append(names)
         for name, reason in self.crashing.items():

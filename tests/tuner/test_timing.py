@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bwdtune.tuner import timing
-from bwdtune.tuner.timing import RACE_POLICY, SEARCH_POLICY, Policy, Timed, Timing, Timings, time_kernels
+from bwdtune.tuner.timing import BENCH_POLICY, RACE_POLICY, SEARCH_POLICY, Policy, Timed, Timing, Timings, time_kernels
 
 CPU = torch.device("cpu")
 QUICK = Policy(warmup_ms=1, budget_ms=20, min_samples=4, max_samples=8)
@@ -24,7 +24,7 @@ def test_quantiles() -> None:
 
 def test_a_policys_id_names_all_that_matters() -> None:
     assert SEARCH_POLICY.id == "events1_cold-l2_w50ms_b150ms_n10-100"
-    assert len({SEARCH_POLICY.id, RACE_POLICY.id, QUICK.id}) == 3
+    assert len({SEARCH_POLICY.id, RACE_POLICY.id, BENCH_POLICY.id, QUICK.id}) == 4
 
 
 def test_kernels_take_turns_and_outputs_are_poisoned_before_each_run() -> None:

@@ -181,6 +181,8 @@ class TransposedMmaConfig(_Parameters):
         staggered: The second of the two warps of an SM sub-partition begins a tile when the first has issued S.
         min_blocks_per_sm: Second argument of ``__launch_bounds__``.
         head_group: Heads whose blocks are scheduled together, to share the L2.
+        p_fp16_period: Of so many blocks of 16 queries, one is held as ``p_in_fp16`` says. The others spare the
+            conversions, and their dS is made of a P that is rounded as the elements are.
     """
 
     family: ClassVar[str] = "mmat"
@@ -203,7 +205,9 @@ class TransposedMmaConfig(_Parameters):
         "staggered": "t",
         "min_blocks_per_sm": "b",
         "head_group": "h",
+        "p_fp16_period": "e",
     }
+    later: ClassVar[frozenset[str]] = frozenset({"p_fp16_period"})
     choices: ClassVar[dict[str, tuple[int | bool, ...]]] = {
         "block_q": (32, 64, 96, 128),
         "block_kv": (64, 128),
@@ -221,8 +225,9 @@ class TransposedMmaConfig(_Parameters):
         "staggered": (False, True),
         "min_blocks_per_sm": (1, 2),
         "head_group": (2, 4, 8),
+        "p_fp16_period": (1, 2, 4),
     }
-    ungated: ClassVar[frozenset[str]] = frozenset({"p_in_fp16", "staggered", "head_group"})
+    ungated: ClassVar[frozenset[str]] = frozenset({"staggered", "head_group"})
 
     block_q: int
     block_kv: int
@@ -240,6 +245,7 @@ class TransposedMmaConfig(_Parameters):
     staggered: bool = False
     min_blocks_per_sm: int = 1
     head_group: int = 4
+    p_fp16_period: int = 1
 
     @staticmethod
     def contradiction(values: Mapping[str, Any]) -> str | None:
@@ -249,6 +255,8 @@ class TransposedMmaConfig(_Parameters):
             return "dV before dP needs P before dP"
         if values["p_in_fp16"] and not values["p_first"]:
             return "P in fp16 needs P before dP"
+        if values["p_fp16_period"] > 1 and not values["p_in_fp16"]:
+            return "a period is of blocks of P in fp16"
         if values["staggered"] and values["num_warps"] != STAGGERED_WARPS:
             return f"staggered warps are pairs, one a sub-partition: {values['num_warps']} are not {STAGGERED_WARPS}"
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import optuna
 import pytest
@@ -69,6 +70,29 @@ def test_first_ones_come_first_where_they_are_valid(sampler: str) -> None:
     proposed = drive(proposals, 10, timed)
     assert proposed[:2] == [PRESETS["v3"], PRESETS["v1"]]
     assert invalid not in proposed
+
+
+def test_every_second_proposal_is_a_neighbour_of_the_best_of_each_group_in_turn() -> None:
+    wgmma = tuple(
+        replace(PRESETS["w64"], block_q=q, v_fragments=v, resync=r)
+        for q in (64, 128)
+        for v in (0, 1, 2)
+        for r in (False, True)
+    )
+    judged: dict[Config, float] = {}
+
+    def judge(config: Config) -> Outcome:
+        judged[config] = cost(config) if isinstance(config, MmaConfig) else 0.1 + config.v_fragments
+        return Outcome.timed(judged[config])
+
+    first = (CONFIGS[0], wgmma[-1])
+    proposals = Proposals((*CONFIGS, *wgmma), sampler="tpe", seed=0, first=first)
+    assert drive(proposals, 2, judge) == list(first)
+    for group in ("mma", "wgmma") * 3:
+        best = min((config for config in judged if config.group == group), key=lambda config: judged[config])
+        (neighbour,) = drive(proposals, 1, judge)
+        assert sum(neighbour.to_dict()[name] != value for name, value in best.to_dict().items()) == 1
+        drive(proposals, 1, judge)
 
 
 def test_tpe_learns() -> None:

@@ -61,6 +61,8 @@ FEATURED = [
         Problem.parse("8_16_4096_64", causal=True, bottom_right=True, deterministic=True),
         "wgmma_q128_f1_l1_v0_r1_m0_c1_h8",
     ),
+    (SEED, "wgmma_q64_f1_l1_v3_r0_m1_c1_h8_s1"),
+    (Problem.parse("8_16_4096_96", causal=True, deterministic=True), "wgmma_q64_f1_l1_v3_r0_m0_c1_h8_s1"),
 ]
 
 # racecheck takes an arrival at an mbarrier for that of the arriving lane alone, although a __syncwarp before it put all

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
@@ -14,6 +14,25 @@ MMA_ROWS = 16  # m of mma.m16n8k16
 MMA_COLUMNS = 8  # n
 MMA_DEPTH = 16  # k
 STAGGERED_WARPS = 8  # two for each of an SM's sub-partitions, which a block's warps go round
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Values of some parameters that do not go together, whatever the problem and the device.
+
+    Attributes:
+        parameters: Whose values.
+        holds: Whether such values, in that order, contradict each other.
+        reason: Why they do; a parameter's name in braces stands for its value.
+    """
+
+    parameters: tuple[str, ...]
+    holds: Callable[..., bool]
+    reason: str
+
+    def among(self, values: Mapping[str, Any]) -> bool:
+        """Whether it is found among the values of these parameters and perhaps others."""
+        return self.holds(*(values[name] for name in self.parameters))
 
 
 @dataclass(frozen=True, order=True)
@@ -30,6 +49,7 @@ class _Parameters:
         choices: Of the parameters.
         ungated: Parameters that no arithmetic depends on: configurations that differ in these alone are valid together,
             unless they contradict themselves.
+        contradictions: What does not go together.
     """
 
     family: ClassVar[str]
@@ -39,6 +59,7 @@ class _Parameters:
     later: ClassVar[frozenset[str]] = frozenset()
     choices: ClassVar[dict[str, tuple[int | bool, ...]]]
     ungated: ClassVar[frozenset[str]] = frozenset()
+    contradictions: ClassVar[tuple[Contradiction, ...]] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in self.choices.items():
@@ -53,10 +74,12 @@ class _Parameters:
         config.__dict__.update(values)
         return config
 
-    @staticmethod
-    def contradiction(values: Mapping[str, Any]) -> str | None:
-        """Why these values do not go together, whatever the problem and the device; None where they do."""
-        return None
+    @property
+    def contradiction(self) -> str | None:
+        """Why its values do not go together, whatever the problem and the device; None where they do."""
+        values = vars(self)
+        found = next((one for one in self.contradictions if one.among(values)), None)
+        return found.reason.format(**values) if found else None
 
     @property
     def id(self) -> str:
@@ -223,6 +246,28 @@ class TransposedMmaConfig(_Parameters):
         "head_group": (2, 4, 8),
     }
     ungated: ClassVar[frozenset[str]] = frozenset({"p_in_fp16", "staggered", "head_group"})
+    contradictions: ClassVar[tuple[Contradiction, ...]] = (
+        Contradiction(
+            ("query_groups", "exchange"),
+            lambda groups, exchange: exchange and groups == 1,
+            "an exchange is between query groups: there is one",
+        ),
+        Contradiction(
+            ("p_first", "dv_first"),
+            lambda p_first, dv_first: dv_first and not p_first,
+            "dV before dP needs P before dP",
+        ),
+        Contradiction(
+            ("p_first", "p_in_fp16"),
+            lambda p_first, p_in_fp16: p_in_fp16 and not p_first,
+            "P in fp16 needs P before dP",
+        ),
+        Contradiction(
+            ("num_warps", "staggered"),
+            lambda warps, staggered: staggered and warps != STAGGERED_WARPS,
+            f"staggered warps are pairs, one a sub-partition: {{num_warps}} are not {STAGGERED_WARPS}",
+        ),
+    )
 
     block_q: int
     block_kv: int
@@ -240,18 +285,6 @@ class TransposedMmaConfig(_Parameters):
     staggered: bool = False
     min_blocks_per_sm: int = 1
     head_group: int = 4
-
-    @staticmethod
-    def contradiction(values: Mapping[str, Any]) -> str | None:
-        if values["exchange"] and values["query_groups"] == 1:
-            return "an exchange is between query groups: there is one"
-        if values["dv_first"] and not values["p_first"]:
-            return "dV before dP needs P before dP"
-        if values["p_in_fp16"] and not values["p_first"]:
-            return "P in fp16 needs P before dP"
-        if values["staggered"] and values["num_warps"] != STAGGERED_WARPS:
-            return f"staggered warps are pairs, one a sub-partition: {values['num_warps']} are not {STAGGERED_WARPS}"
-        return None
 
     @property
     def threads(self) -> int:

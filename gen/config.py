@@ -204,6 +204,9 @@ class TransposedMmaConfig(_Parameters):
         staggered: The second of the two warps of an SM sub-partition begins a tile when the first has issued S.
         min_blocks_per_sm: Second argument of ``__launch_bounds__``.
         head_group: Heads whose blocks are scheduled together, to share the L2.
+        dq_vector: Floats a thread adds to dQ by one ``red.global``: 1, 2 or 4.
+        dq_bulk: Each warp stages its part of dQ in shared memory, from where one thread adds it by
+            ``cp.reduce.async.bulk``; else threads add theirs from registers.
     """
 
     family: ClassVar[str] = "mmat"
@@ -226,7 +229,10 @@ class TransposedMmaConfig(_Parameters):
         "staggered": "t",
         "min_blocks_per_sm": "b",
         "head_group": "h",
+        "dq_vector": "a",
+        "dq_bulk": "u",
     }
+    later: ClassVar[frozenset[str]] = frozenset({"dq_vector", "dq_bulk"})
     choices: ClassVar[dict[str, tuple[int | bool, ...]]] = {
         "block_q": (32, 64, 96, 128),
         "block_kv": (64, 128),
@@ -244,8 +250,10 @@ class TransposedMmaConfig(_Parameters):
         "staggered": (False, True),
         "min_blocks_per_sm": (1, 2),
         "head_group": (2, 4, 8),
+        "dq_vector": (1, 2, 4),
+        "dq_bulk": (False, True),
     }
-    ungated: ClassVar[frozenset[str]] = frozenset({"p_in_fp16", "staggered", "head_group"})
+    ungated: ClassVar[frozenset[str]] = frozenset({"p_in_fp16", "staggered", "head_group", "dq_vector"})
     contradictions: ClassVar[tuple[Contradiction, ...]] = (
         Contradiction(
             ("query_groups", "exchange"),
@@ -267,6 +275,11 @@ class TransposedMmaConfig(_Parameters):
             lambda warps, staggered: staggered and warps != STAGGERED_WARPS,
             f"staggered warps are pairs, one a sub-partition: {{num_warps}} are not {STAGGERED_WARPS}",
         ),
+        Contradiction(
+            ("dq_vector", "dq_bulk"),
+            lambda vector, bulk: bulk and vector != 4,
+            "dQ is added in bulk, and not by vectors of {dq_vector}",
+        ),
     )
 
     block_q: int
@@ -285,6 +298,8 @@ class TransposedMmaConfig(_Parameters):
     staggered: bool = False
     min_blocks_per_sm: int = 1
     head_group: int = 4
+    dq_vector: int = 4
+    dq_bulk: bool = False
 
     @property
     def threads(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
@@ -14,6 +14,25 @@ MMA_ROWS = 16  # m of mma.m16n8k16
 MMA_COLUMNS = 8  # n
 MMA_DEPTH = 16  # k
 STAGGERED_WARPS = 8  # two for each of an SM's sub-partitions, which a block's warps go round
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Values of some parameters that do not go together, whatever the problem and the device.
+
+    Attributes:
+        parameters: Whose values.
+        holds: Whether such values, in that order, contradict each other.
+        reason: Why they do; a parameter's name in braces stands for its value.
+    """
+
+    parameters: tuple[str, ...]
+    holds: Callable[..., bool]
+    reason: str
+
+    def among(self, values: Mapping[str, Any]) -> bool:
+        """Whether it is found among the values of these parameters and perhaps others."""
+        return self.holds(*(values[name] for name in self.parameters))
 
 
 @dataclass(frozen=True, order=True)
@@ -30,6 +49,7 @@ class _Parameters:
         choices: Of the parameters.
         ungated: Parameters that no arithmetic depends on: configurations that differ in these alone are valid together,
             unless they contradict themselves.
+        contradictions: What does not go together.
     """
 
     family: ClassVar[str]
@@ -39,6 +59,7 @@ class _Parameters:
     later: ClassVar[frozenset[str]] = frozenset()
     choices: ClassVar[dict[str, tuple[int | bool, ...]]]
     ungated: ClassVar[frozenset[str]] = frozenset()
+    contradictions: ClassVar[tuple[Contradiction, ...]] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in self.choices.items():
@@ -53,10 +74,12 @@ class _Parameters:
         config.__dict__.update(values)
         return config
 
-    @staticmethod
-    def contradiction(values: Mapping[str, Any]) -> str | None:
-        """Why these values do not go together, whatever the problem and the device; None where they do."""
-        return None
+    @property
+    def contradiction(self) -> str | None:
+        """Why its values do not go together, whatever the problem and the device; None where they do."""
+        values = vars(self)
+        found = next((one for one in self.contradictions if one.among(values)), None)
+        return found.reason.format(**values) if found else None
 
     @property
     def id(self) -> str:
@@ -183,6 +206,9 @@ class TransposedMmaConfig(_Parameters):
         head_group: Heads whose blocks are scheduled together, to share the L2.
         p_fp16_period: Of so many blocks of 16 queries, one is held as ``p_in_fp16`` says. The others spare the
             conversions, and their dS is made of a P that is rounded as the elements are.
+        dq_vector: Floats a thread adds to dQ by one ``red.global``: 1, 2 or 4.
+        dq_bulk: Each warp stages its part of dQ in shared memory, from where one thread adds it by
+            ``cp.reduce.async.bulk``; else threads add theirs from registers.
     """
 
     family: ClassVar[str] = "mmat"
@@ -206,8 +232,10 @@ class TransposedMmaConfig(_Parameters):
         "min_blocks_per_sm": "b",
         "head_group": "h",
         "p_fp16_period": "e",
+        "dq_vector": "a",
+        "dq_bulk": "u",
     }
-    later: ClassVar[frozenset[str]] = frozenset({"p_fp16_period"})
+    later: ClassVar[frozenset[str]] = frozenset({"p_fp16_period", "dq_vector", "dq_bulk"})
     choices: ClassVar[dict[str, tuple[int | bool, ...]]] = {
         "block_q": (32, 64, 96, 128),
         "block_kv": (64, 128),
@@ -226,8 +254,42 @@ class TransposedMmaConfig(_Parameters):
         "min_blocks_per_sm": (1, 2),
         "head_group": (2, 4, 8),
         "p_fp16_period": (1, 2, 4),
+        "dq_vector": (1, 2, 4),
+        "dq_bulk": (False, True),
     }
-    ungated: ClassVar[frozenset[str]] = frozenset({"staggered", "head_group"})
+    ungated: ClassVar[frozenset[str]] = frozenset({"staggered", "head_group", "dq_vector"})
+    contradictions: ClassVar[tuple[Contradiction, ...]] = (
+        Contradiction(
+            ("query_groups", "exchange"),
+            lambda groups, exchange: exchange and groups == 1,
+            "an exchange is between query groups: there is one",
+        ),
+        Contradiction(
+            ("p_first", "dv_first"),
+            lambda p_first, dv_first: dv_first and not p_first,
+            "dV before dP needs P before dP",
+        ),
+        Contradiction(
+            ("p_first", "p_in_fp16"),
+            lambda p_first, p_in_fp16: p_in_fp16 and not p_first,
+            "P in fp16 needs P before dP",
+        ),
+        Contradiction(
+            ("p_in_fp16", "p_fp16_period"),
+            lambda p_in_fp16, period: period > 1 and not p_in_fp16,
+            "a period is of blocks of P in fp16",
+        ),
+        Contradiction(
+            ("num_warps", "staggered"),
+            lambda warps, staggered: staggered and warps != STAGGERED_WARPS,
+            f"staggered warps are pairs, one a sub-partition: {{num_warps}} are not {STAGGERED_WARPS}",
+        ),
+        Contradiction(
+            ("dq_vector", "dq_bulk"),
+            lambda vector, bulk: bulk and vector != 4,
+            "dQ is added in bulk, and not by vectors of {dq_vector}",
+        ),
+    )
 
     block_q: int
     block_kv: int
@@ -246,20 +308,8 @@ class TransposedMmaConfig(_Parameters):
     min_blocks_per_sm: int = 1
     head_group: int = 4
     p_fp16_period: int = 1
-
-    @staticmethod
-    def contradiction(values: Mapping[str, Any]) -> str | None:
-        if values["exchange"] and values["query_groups"] == 1:
-            return "an exchange is between query groups: there is one"
-        if values["dv_first"] and not values["p_first"]:
-            return "dV before dP needs P before dP"
-        if values["p_in_fp16"] and not values["p_first"]:
-            return "P in fp16 needs P before dP"
-        if values["p_fp16_period"] > 1 and not values["p_in_fp16"]:
-            return "a period is of blocks of P in fp16"
-        if values["staggered"] and values["num_warps"] != STAGGERED_WARPS:
-            return f"staggered warps are pairs, one a sub-partition: {values['num_warps']} are not {STAGGERED_WARPS}"
-        return None
+    dq_vector: int = 4
+    dq_bulk: bool = False
 
     @property
     def threads(self) -> int:

@@ -130,14 +130,17 @@ def _transposed_shared_memory_bytes(problem: Problem, config: TransposedMmaConfi
     key_tile = config.block_kv * row_bytes
     queries = (config.q_stages + config.do_stages) * config.block_q
     score_tiles = 1 + config.exchanges
+    dkv_columns, dq_columns = transposed_columns(problem.head_dim, config)
+    _, dq_parts = transposed_column_parts(config)
+    staged_dq = config.block_q * dq_parts * dq_columns * ACCUMULATOR_BYTES if config.dq_bulk else 0
     tiles = (
         (1 if config.v_in_registers else 2) * key_tile
         + queries * row_bytes
         + score_tiles * config.block_q * config.block_kv * problem.element_bytes
+        + staged_dq
     )
     # V on its way to registers lies where the others will; at the end, parts of dK and dV where they were.
     at_start = 2 * key_tile if config.v_in_registers else 0
-    dkv_columns, _ = transposed_columns(problem.head_dim, config)
     at_end = 2 * config.block_kv * dkv_columns * 4 if config.splits_k else 0
     row_values = config.q_stages + config.do_stages
     barriers = 5 + config.q_stages + config.do_stages + (2 * config.num_warps if config.exchanges else 0)

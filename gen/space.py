@@ -41,7 +41,7 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
         return reason
     if config.threads > device.max_threads_per_block:
         return f"{config.threads} threads: a block has at most {device.max_threads_per_block}"
-    if reason := config.contradiction(vars(config)):
+    if reason := config.contradiction:
         return reason
     if reason := _feature_refusal(problem, config):
         return reason
@@ -187,42 +187,64 @@ def _idle_warp(gradient: str, head_dim: int, warps: int) -> str | None:
     return None
 
 
-def _points(family: type[Config]) -> Iterator[dict[str, Any]]:
-    """Every combination of a family's choices that does not contradict itself, in a fixed order."""
-    for point in itertools.product(*family.choices.values()):
-        values = dict(zip(family.choices, point, strict=True))
-        if family.contradiction(values) is None:
-            yield values
+def _alike(family: type[Config]) -> Iterator[tuple[int, Iterator[Config]]]:
+    """Every point of a family that does not contradict itself, in a fixed order, in sets that are valid together.
+
+    Yields:
+        The number of those that differ in ungated parameters alone, one or more, and they themselves, which are made
+        as they are taken.
+    """
+    ungated = [name for name in family.choices if name in family.ungated]
+    gated = [name for name in family.choices if name not in family.ungated]
+    names = [*gated, *ungated]
+    in_order = itemgetter(*map(names.index, family.choices))
+    of_gated = [one for one in family.contradictions if family.ungated.isdisjoint(one.parameters)]
+    of_both = [one for one in family.contradictions if one not in of_gated]
+    deciding = [name for name in gated if any(name in one.parameters for one in of_both)]
+    others: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}  # values of those ungated, by the deciding ones
+
+    def config(point: tuple[Any, ...], other: tuple[Any, ...]) -> Config:
+        return family.of_choices(dict(zip(family.choices, in_order(point + other), strict=True)))
+
+    for point in itertools.product(*(family.choices[name] for name in gated)):
+        values = dict(zip(gated, point, strict=True))
+        if any(one.among(values) for one in of_gated):
+            continue
+        key = tuple(values[name] for name in deciding)
+        if key not in others:
+            others[key] = [
+                other
+                for other in itertools.product(*(family.choices[name] for name in ungated))
+                if not any(one.among(values | dict(zip(ungated, other, strict=True))) for one in of_both)
+            ]
+        yield len(others[key]), map(functools.partial(config, point), others[key])
 
 
 def all_configs() -> Iterator[Config]:
     """Every point of every family that does not contradict itself, valid or not, in a fixed order."""
     for family in FAMILIES.values():
-        for values in _points(family):
-            yield family.of_choices(values)
+        for _, configs in _alike(family):
+            yield from configs
 
 
 @functools.lru_cache(maxsize=8)
 def _judged(problem: Problem, device: Device) -> tuple[tuple[Config, ...], Counter[str]]:
     """Every point, in one pass: the valid ones, and how many others are refused for which reason.
 
-    There are hundreds of thousands, and a search waits for this: what arithmetic does not depend on is passed over in
-    judging, and no configuration is made of what is refused.
+    There are hundreds of thousands, and a search waits for this: one of those alike is judged, and of what is refused
+    no other configuration is made.
     """
     valid: list[Config] = []
     refused: Counter[str] = Counter()
     for family in FAMILIES.values():
-        gated = itemgetter(*(name for name in family.choices if name not in family.ungated))
-        reasons: dict[Any, str | None] = {}
-        for values in _points(family):
-            key = gated(values)
-            if key not in reasons:
-                reasons[key] = refusal(problem, family.of_choices(values), device)
-            reason = reasons[key]
+        for number, configs in _alike(family):
+            first = next(configs)
+            reason = refusal(problem, first, device)
             if reason is None:
-                valid.append(family.of_choices(values))
+                valid.append(first)
+                valid.extend(configs)
             else:
-                refused[reason] += 1
+                refused[reason] += number
     return tuple(valid), refused
 
 

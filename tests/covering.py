@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
 
 from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import Device
@@ -23,17 +26,27 @@ def covering_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
 
 def covering(configs: Iterable[Config], *, together: int) -> tuple[Config, ...]:
     """Few of these, chosen greedily, in which so many values as occur together in one of a family do so again."""
-    bits: dict[object, int] = {}
+    families: dict[str, list[Config]] = {}
+    for config in dict.fromkeys(configs):
+        families.setdefault(config.family, []).append(config)
+    return tuple(chosen for alike in families.values() for chosen in _covering_family(alike, together))
 
-    def combinations(config: Config) -> int:
-        """A set, one bit for each."""
-        found = itertools.combinations(vars(config).items(), together)
-        return sum(1 << bits.setdefault((config.family, values), len(bits)) for values in found)
 
-    having = {config: combinations(config) for config in configs}
-    missing = (1 << len(bits)) - 1
-    chosen = []
-    while missing:
-        chosen.append(max(having, key=lambda config: (having[config] & missing).bit_count()))
-        missing &= ~having[chosen[-1]]
-    return tuple(chosen)
+def _covering_family(configs: list[Config], together: int) -> Iterator[Config]:
+    """Chosen among hundreds of thousands, so in arrays."""
+    values = np.array([[*vars(config).values()] for config in configs])
+    choices = [np.unique(column, return_inverse=True) for column in values.T]
+    # Of each of the parameters' combinations, the number of the values that each configuration has.
+    numbers, count = [], 0
+    for group in itertools.combinations(choices, together):
+        number = np.zeros(len(configs), dtype=np.int64)
+        for found, places in group:
+            number = number * len(found) + places
+        numbers.append(count + number)
+        count += math.prod(len(found) for found, _ in group)
+    missing = np.zeros(count, dtype=bool)
+    missing[np.concatenate(numbers)] = True
+    while missing.any():
+        best = int(np.argmax(sum(missing[number].astype(np.int64) for number in numbers)))
+        missing[[number[best] for number in numbers]] = False
+        yield configs[best]

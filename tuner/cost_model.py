@@ -142,7 +142,8 @@ def predict(
     if isinstance(config, WgmmaConfig):
         tile, adds_per_clock = _wgmma_cycles(problem, config, sm), _BULK_ADDS
     elif isinstance(config, TransposedMmaConfig):
-        tile, adds_per_clock = _transposed_cycles(problem, config, sm), _ADDS[4]
+        tile = _transposed_cycles(problem, config, sm)
+        adds_per_clock = _BULK_ADDS if config.dq_bulk else _ADDS[config.dq_vector]
     else:
         tile, adds_per_clock = _mma_cycles(problem, config, sm), _ADDS[config.dq_vector]
     # Nobody waits for what is added to dQ, until there is more of it than L2 takes.
@@ -261,7 +262,8 @@ def _transposed_load(problem: Problem, config: TransposedMmaConfig, sm: _Sm) -> 
     stored = (1 + config.exchanges) * block_q * block_kv * problem.element_bytes / _SHARED_BYTES
     mma = 5 * block_q * block_kv * problem.head_dim / _MMA_PRODUCTS
     shared = warps * (of_scores + of_dkv + of_dq) * _FRAGMENT_WAVEFRONTS + stored
-    shared += _copy_wavefronts(problem, block_q, 128) + _dq_wavefronts(problem, block_q)
+    shared += _copy_wavefronts(problem, block_q, 128)
+    shared += (1 + config.dq_bulk) * _dq_wavefronts(problem, block_q)  # in bulk, it is stored and read again
     return _Load(mma * sm.cycles_per_mma, shared, _score_cycles(problem, block_q * block_kv))
 
 

@@ -91,6 +91,10 @@ struct Fiber {
   // Its last proxy fences, as counts of its clock: what it wrote up to there is visible to the asynchronous proxy.
   uint32_t proxy_fences[KEPT_PROXY_FENCES], proxy_fence_count;
   uint32_t bulk_groups;   // committed
+  uint32_t bulk_complete;  // of them, waited for until they were in global memory
+  uint32_t bulk_handed_on;  // of these, complete when others were last told to go on
+  // What it did with global memory by one proxy, which nothing has ordered yet before what it does by the other.
+  bool completed_unfenced, acquired_unfenced;
   // What it knows of each thread and mbarrier beyond what the last block barrier told everybody; valid in that barrier's epoch.
   uint32_t* known;
   uint32_t known_epoch;
@@ -250,7 +254,8 @@ class Block {
       fiber.known = known_ + static_cast<size_t>(t) * participants_;
       fiber.known_epoch = 0;
       fiber.proxy_fence_count = 0;
-      fiber.bulk_groups = 0;
+      fiber.bulk_groups = fiber.bulk_complete = fiber.bulk_handed_on = 0;
+      fiber.completed_unfenced = fiber.acquired_unfenced = false;
       clocks_[t] = 1;
       fiber.context.prepare(stacks_.bottom(t), stacks_.top(t), &Block::enter);
     }
@@ -466,6 +471,24 @@ class Block {
     fiber.proxy_fences[fiber.proxy_fence_count++ % KEPT_PROXY_FENCES] = clocks_[fiber.thread]++;
   }
 
+  // The same, and in global memory what it did by either proxy comes before what it does by the other.
+  void proxy_fence_of_all_memory() {
+    proxy_fence();
+    current_fiber->completed_unfenced = current_fiber->acquired_unfenced = false;
+  }
+
+  // Before others are told that they may go on with what this thread's copies write: some since the last time have to be
+  // complete. Others may be under way, which it will tell of later.
+  void check_handing_on(const char* what, int line) {
+    Fiber& fiber = *current_fiber;
+    if (fiber.bulk_complete != fiber.bulk_groups && fiber.bulk_complete == fiber.bulk_handed_on)
+      fault(fiber, cudaErrorLaunchFailure, line, "%s while what bulk copies of this thread write may not be in memory yet",
+            what);
+    if (fiber.completed_unfenced)
+      fault(fiber, cudaErrorLaunchFailure, line, "%s with no proxy fence since bulk copies of this thread were complete", what);
+    fiber.bulk_handed_on = fiber.bulk_complete;
+  }
+
   // `read_shared` for the asynchronous proxy, on behalf of that thread.
   const uint8_t* read_shared_async(const Fiber& fiber, uint32_t address, uint32_t bytes, const char* what, int line) {
     const uint8_t* data = read_shared(fiber, address, bytes, what, line);
@@ -518,12 +541,20 @@ class Block {
     if (bulk_count_ == MAX_BULK_OPERATIONS)
       fault(*current_fiber, cudaErrorLaunchFailure, operation.line, "the host target keeps %u bulk copies in flight",
             MAX_BULK_OPERATIONS);
+    if (current_fiber->acquired_unfenced)
+      fault(*current_fiber, cudaErrorLaunchFailure, operation.line,
+            "a bulk copy with no proxy fence since this thread waited for a word of global memory");
     bulk_operations_[bulk_count_++] = operation;
   }
 
-  // Does all that the thread has committed except for the last `left` groups.
-  void wait_bulk(uint32_t left) {
-    const Fiber& fiber = *current_fiber;
+  // Does all that the thread has committed except for the last `left` groups. Where it waits for their reads alone, nobody may
+  // count on what they write.
+  void wait_bulk(uint32_t left, bool reads_alone) {
+    Fiber& fiber = *current_fiber;
+    if (!reads_alone && fiber.bulk_groups > fiber.bulk_complete + left) {
+      fiber.bulk_complete = fiber.bulk_groups - left;
+      fiber.completed_unfenced = true;
+    }
     uint32_t kept = 0;
     for (uint32_t i = 0; i < bulk_count_; i++) {
       const BulkOperation& operation = bulk_operations_[i];

@@ -294,15 +294,18 @@ inline void wait_for_global(const uint32_t* pointer, uint32_t value, int line = 
                     __atomic_load_n(pointer, __ATOMIC_RELAXED));
     nanosleep(&pause, nullptr);
   }
+  current_fiber->acquired_unfenced = true;
 }
 
 inline uint32_t load_acquire_global(const uint32_t* pointer, int line = __builtin_LINE()) {
   block().check_global(pointer, 4, 4, false, "ld.acquire.global.u32", line);
+  current_fiber->acquired_unfenced = true;
   return __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
 }
 
 inline void release_global(uint32_t* pointer, uint32_t value, int line = __builtin_LINE()) {
   block().check_global(pointer, 4, 4, true, "st.release.global.u32", line);
+  block().check_handing_on("st.release.global.u32", line);
   __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
 }
 
@@ -412,7 +415,7 @@ inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, 
 // ---- copies from shared memory ----
 
 inline void fence_proxy_async_shared() { block().proxy_fence(); }
-inline void fence_proxy_async() { block().proxy_fence(); }
+inline void fence_proxy_async() { block().proxy_fence_of_all_memory(); }
 
 // Registers the reads that the copy will make, so that nothing of it may be missing now.
 inline void issue_bulk(bwdtune_host::BulkOperation& operation, uint32_t alignment, const char* what) {
@@ -528,12 +531,12 @@ inline void bulk_commit() { current_fiber->bulk_groups++; }
 
 template <int LEFT>
 void bulk_wait_read() {
-  block().wait_bulk(LEFT);
+  block().wait_bulk(LEFT, true);
 }
 
 template <int LEFT>
 void bulk_wait() {
-  block().wait_bulk(LEFT);
+  block().wait_bulk(LEFT, false);
 }
 
 // ---- tensor cores ----

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from bwdtune.gen.config import PRESETS, MmaConfig
+from bwdtune.gen.config import PRESETS, Config, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render, template_hash
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
 
-def code(problem: Problem, config: MmaConfig) -> str:
+def code(problem: Problem, config: Config) -> str:
     """The rendered text without the lines that name the configuration."""
     return "\n".join(line for line in render(problem, config).text.splitlines() if config.id not in line)
 
@@ -22,6 +22,13 @@ def code(problem: Problem, config: MmaConfig) -> str:
 @pytest.mark.parametrize("name", MmaConfig.choices)
 def test_each_value_of_a_parameter_changes_the_code(name: str) -> None:
     texts = [code(SEED, dataclasses.replace(PRESETS["v2"], **{name: value})) for value in MmaConfig.choices[name]]
+    assert all(a != b for a, b in itertools.combinations(texts, 2))
+
+
+def test_each_way_to_add_to_dq_has_its_code() -> None:
+    problem = dataclasses.replace(SEED, head_dim=64)
+    ways = ({}, {"dq_vector": 2}, {"dq_vector": 1}, {"dq_bulk": True})
+    texts = [code(problem, dataclasses.replace(PRESETS["t64"], **way)) for way in ways]
     assert all(a != b for a, b in itertools.combinations(texts, 2))
 
 

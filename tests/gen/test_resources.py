@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from bwdtune.gen.config import PRESETS
+from bwdtune.gen.config import PRESETS, TransposedMmaConfig
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.resources import blocks_per_sm, estimate, occupancy
@@ -15,6 +17,26 @@ SEED = Problem.parse("8_16_4096_128", causal=True)
 )
 def test_shared_memory_of_the_presets(preset: str, size: int) -> None:
     assert estimate(SEED, PRESETS[preset]).shared_memory_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("preset", "head_dim", "more"),
+    [
+        ("t64", 128, 64 * 128 * 4),
+        ("t64", 72, 64 * 128 * 4),  # five pairs of fragments for four warps: two each
+        ("t128", 64, 128 * 64 * 4),
+    ],
+)
+def test_dq_is_staged_in_memory_of_its_own(preset: str, head_dim: int, more: int) -> None:
+    problem, config = dataclasses.replace(SEED, head_dim=head_dim), PRESETS[preset]
+    in_bulk = dataclasses.replace(config, dq_bulk=True)
+    assert estimate(problem, in_bulk).shared_memory_bytes == estimate(problem, config).shared_memory_bytes + more
+
+
+def test_dq_is_staged_where_the_query_groups_parts_of_dk_and_dv_are_at_the_end() -> None:
+    config = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2)
+    in_bulk = dataclasses.replace(config, dq_bulk=True)
+    assert estimate(SEED, in_bulk).shared_memory_bytes == estimate(SEED, config).shared_memory_bytes
 
 
 @pytest.mark.parametrize(("preset", "threads"), [("v1", 512), ("v2", 256), ("v3", 256), ("t64", 256), ("t128", 256)])

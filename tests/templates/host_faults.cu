@@ -421,6 +421,50 @@ __global__ void store_in_flight_at_exit(const __grid_constant__ Arguments a) {
   ptx::bulk_wait<0>();
 }
 
+// What a bulk copy adds to is handed on from block to block: between the word that says so and the copy, both are fenced.
+void hand_on(const Arguments& a, bool reads_alone, bool fenced) {
+  write_tile();
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  if (!first()) return;
+  ptx::bulk_reduce_add(a.writable, tile(), 512);
+  ptx::bulk_commit();
+  if (reads_alone)
+    ptx::bulk_wait_read<0>();
+  else
+    ptx::bulk_wait<0>();
+  if (fenced)
+    ptx::fence_proxy_async();
+  else
+    ptx::fence_proxy_async_shared();
+  ptx::release_global(reinterpret_cast<uint32_t*>(a.writable) + 200, 1);
+}
+
+template <bool FAULT>
+__global__ void turn_of_what_is_read_only(const __grid_constant__ Arguments a) {
+  hand_on(a, FAULT, true);
+}
+
+template <bool FAULT>
+__global__ void turn_with_no_fence(const __grid_constant__ Arguments a) {
+  hand_on(a, false, !FAULT);
+}
+
+template <bool FAULT>
+__global__ void store_with_no_fence_after_a_turn(const __grid_constant__ Arguments a) {
+  write_tile();
+  ptx::fence_proxy_async_shared();
+  ptx::sync_threads();
+  if (!first()) return;
+  uint32_t* word = reinterpret_cast<uint32_t*>(a.writable) + 200 + blockIdx.x;
+  ptx::store_global(word, 1u);
+  ptx::wait_for_global(word, 1);
+  if (!FAULT) ptx::fence_proxy_async();
+  ptx::bulk_reduce_add(a.writable, tile(), 512);
+  ptx::bulk_commit();
+  ptx::bulk_wait<0>();
+}
+
 // ---- races, found where they are looked for ----
 
 template <bool FAULT>
@@ -596,6 +640,9 @@ struct Case {
     CASE(store_of_what_is_overwritten),
     CASE(wgmma_of_what_is_overwritten),
     CASE(store_in_flight_at_exit),
+    CASE(turn_of_what_is_read_only),
+    CASE(turn_with_no_fence),
+    CASE(store_with_no_fence_after_a_turn),
     CASE(race_of_write_and_read),
     CASE(race_of_two_writes),
     CASE(race_of_read_and_write),

@@ -119,6 +119,7 @@ SMALL_TRANSPOSED = TransposedMmaConfig(
     p_in_fp16=True,
     staggered=True,
 )
+SMALL_BULK = replace(SMALL_TRANSPOSED, q_stages=2, do_stages=2, dq_bulk=True)
 WIDE_TRANSPOSED = TransposedMmaConfig(
     block_q=32, block_kv=64, num_warps=8, query_groups=2, exchange=True, dq_row_warps=1, v_in_registers=True
 )
@@ -127,6 +128,9 @@ TRANSPOSED_FEATURED: tuple[tuple[Problem, Config], ...] = (
     (Problem.parse("8_16_4096_128", causal=True, varlen=True, deterministic=True), SMALL_TRANSPOSED),
     (Problem.parse("8_16_4096_72", dtype="fp16", causal=True, bottom_right=True, deterministic=True), PRESETS["t64"]),
     (Problem.parse("8_16_4096_256", causal=True), WIDE_TRANSPOSED),
+    (Problem.parse("8_16_4096_128", window_left=1024, bottom_right=True, softcap=True), SMALL_BULK),
+    (Problem.parse("8_16_4096_128", causal=True, varlen=True, deterministic=True), SMALL_BULK),
+    (Problem.parse("8_16_4096_72", dtype="fp16", causal=True, varlen=True), SMALL_BULK),
 )
 
 

@@ -41,7 +41,8 @@ def test_the_matrix_has_every_mask_with_every_feature_and_thousands_of_cases() -
     assert sum(len(kernel.cases) for kernel in MATRIX) >= 2000
     assert len({kernel.name for kernel in MATRIX}) == len(MATRIX)
     assert all(case.problem.kind == kernel.problem.kind for kernel in MATRIX for case in kernel.cases)
-    assert {getattr(kernel.config(HOST), "split_group", None) for kernel in SAMPLE} >= {False, True}
+    for name in ("split_group", "dq_bulk"):
+        assert {getattr(kernel.config(HOST), name, None) for kernel in SAMPLE} >= {False, True}
     assert {kernel.problem.head_dim for kernel in MATRIX} >= {32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}
 
 
@@ -111,18 +112,24 @@ def test_the_same_bits_fifty_times(drawn: feature_matrix.Kernel) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("preset", ["v3", "t64", "t128", "w64", "w64lag"])
-def test_the_same_bits_whatever_runs_first(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+ORDERED: dict[str, Config] = {
+    **{name: PRESETS[name] for name in ("v3", "t64", "t128", "w64")},
+    "t64 in bulk": replace(PRESETS["t64"], dq_bulk=True),
+    "w64lag": replace(PRESETS["w64lag"], skip_masked=False),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_the_same_bits_whatever_runs_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiles of keys add to dQ what is huge and cancels: any other between them is rounded with it."""
     problem = Problem("bf16", 1, 2, 1, 128, 7 * 128, 64, deterministic=True)
-    config = replace(PRESETS[preset], skip_masked=False) if preset == "w64lag" else PRESETS[preset]
     case = Case(problem, "normal")
     inputs = make_inputs(case, torch.device("cpu"))
     q, k, v = inputs.q, inputs.k, inputs.v
     k[:, :, 128:256], v[:, :, 128:256] = k[:, :, :128], v[:, :, :128]
     q[..., 0], k[:, :, :128, 0], k[:, :, 128:256, 0] = 0, 2.0**20, -(2.0**20)
     forward = torch_attention.forward(q, k, v, False, case.scale)
-    kernel = Kernel.load(library_of(problem, config))
+    kernel = Kernel.load(library_of(problem, ORDERED[name]))
 
     def gradients() -> tuple[torch.Tensor, ...]:
         return backward(kernel, q, k, v, forward.output, inputs.dout, forward.lse, case.scale, inputs.features)

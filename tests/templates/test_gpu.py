@@ -136,7 +136,12 @@ def test_the_host_target_computes_the_same(preset: str, dtype: str) -> None:
         assert difference <= step / 2, f"{name}: {difference:.2g}"
 
 
-QUEUED = (PRESETS["v3"], PRESETS["w64"], WgmmaConfig(lag_dq=True, v_fragments=3, resync=True))
+QUEUED = (
+    PRESETS["v3"],
+    PRESETS["w64"],
+    WgmmaConfig(lag_dq=True, v_fragments=3, resync=True),
+    replace(PRESETS["t64"], dq_bulk=True),
+)
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])

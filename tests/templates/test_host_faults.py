@@ -109,6 +109,18 @@ FAULTS: dict[str, tuple[int, str]] = {
     ),
     "wgmma_of_what_is_overwritten": (FAILURE, r"the operands of wgmma were written to before it was waited for"),
     "store_in_flight_at_exit": (FAILURE, r"exits with a bulk copy of line \d+ in flight in thread 0"),
+    "turn_of_what_is_read_only": (
+        FAILURE,
+        r"st\.release\.global\.u32 while what bulk copies of this thread write may not be in memory yet",
+    ),
+    "turn_with_no_fence": (
+        FAILURE,
+        r"st\.release\.global\.u32 with no proxy fence since bulk copies of this thread were complete",
+    ),
+    "store_with_no_fence_after_a_turn": (
+        FAILURE,
+        r"a bulk copy with no proxy fence since this thread waited for a word of global memory",
+    ),
 }
 
 RACES: dict[str, str] = {

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bwdtune.gen.build import build, build_one
-from bwdtune.gen.config import FAMILIES, PRESETS, Config, WgmmaConfig
+from bwdtune.gen.config import FAMILIES, PRESETS, Config, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
@@ -376,6 +376,87 @@ WGMMA_MUTATIONS: dict[str, tuple[str, str]] = {
 }
 WGMMA_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, window_left=70, window_right=37, bottom_right=True)
 
+BULK = dataclasses.replace(PRESETS["t64"], dq_bulk=True)
+BULK_OF_TWO_GROUPS = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, dq_bulk=True)
+DETERMINISTIC_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, deterministic=True)
+DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
+    "dQ staged over what a copy still reads": (
+        BULK,
+        MUTATED_PROBLEM,
+        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n    arrive(ds_empty);",
+        "arrive(ds_empty);",
+    ),
+    "dQ staged by lanes that do not know that it is read": (
+        BULK,
+        MUTATED_PROBLEM,
+        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n    arrive(ds_empty);",
+        "arrive(ds_empty);\n    if (ptx::elect_one()) ptx::bulk_wait_read<0>();",
+    ),
+    "dQ is not shown to the copies": (
+        BULK,
+        MUTATED_PROBLEM,
+        "ptx::fence_proxy_async_shared();\n    ptx::sync_warp();",
+        "ptx::sync_warp();",
+    ),
+    "dQ is copied before all lanes have staged it": (
+        BULK,
+        MUTATED_PROBLEM,
+        "ptx::fence_proxy_async_shared();\n    ptx::sync_warp();",
+        "ptx::fence_proxy_async_shared();",
+    ),
+    "all warps stage dQ in one place": (BULK, MUTATED_PROBLEM, "DQ_OFFSET + warp * DQ_PART_BYTES", "DQ_OFFSET"),
+    "all warps' dQ in the first one's columns": (BULK, MUTATED_PROBLEM, "dq_column_warp * 2 * MMA_N * MMA_M", "0"),
+    "a block ends before its copies": (BULK, MUTATED_PROBLEM, "if (ptx::elect_one()) ptx::bulk_wait<0>();", ""),
+    "dK's parts over what a copy still reads": (
+        BULK_OF_TWO_GROUPS,
+        MUTATED_PROBLEM,
+        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n  ptx::sync_threads();",
+        "ptx::sync_threads();",
+    ),
+    "the last fragment of an odd number is left out": (
+        BULK,
+        dataclasses.replace(MUTATED_PROBLEM, head_dim=72),
+        "HEAD_DIM / MMA_N - (",
+        "HEAD_DIM / (2 * MMA_N) * 2 - (",
+    ),
+    "a turn is over when dQ is only read": (
+        BULK,
+        DETERMINISTIC_PROBLEM,
+        "ptx::bulk_wait<0>();",
+        "ptx::bulk_wait_read<0>();",
+    ),
+    "the turn after copies that are not ordered": (
+        BULK,
+        DETERMINISTIC_PROBLEM,
+        "ptx::fence_proxy_async();\n      ptx::release_global",
+        "ptx::release_global",
+    ),
+    "copies that are not ordered after the turn": (
+        BULK,
+        DETERMINISTIC_PROBLEM,
+        "my_turn);\n      ptx::fence_proxy_async();",
+        "my_turn);",
+    ),
+    "the turn is over when a warpgroup's dQ is only read": (
+        PRESETS["w64"],
+        DETERMINISTIC_PROBLEM,
+        "ptx::bulk_wait<0>();\n      ptx::fence_proxy_async();",
+        "ptx::fence_proxy_async();",
+    ),
+    "dQ's first floats twice": (
+        dataclasses.replace(PRESETS["t64"], dq_vector=2),
+        MUTATED_PROBLEM,
+        "make_float2(dq[m][n][j], dq[m][n][j + 1])",
+        "make_float2(dq[m][n][0], dq[m][n][1])",
+    ),
+    "dQ's floats all in one place": (
+        dataclasses.replace(PRESETS["t64"], dq_vector=1),
+        MUTATED_PROBLEM,
+        "* MMA_N * MMA_M + j,",
+        "* MMA_N * MMA_M,",
+    ),
+}
+
 
 def mutated(
     name: str, old: str, new: str, config: Config = PRESETS["v3"], problem: Problem = MUTATED_PROBLEM
@@ -395,13 +476,16 @@ def mutated_sources() -> dict[str, Source]:
         featured[name] = mutated(name, old, new, PRESETS[preset], FEATURED_PROBLEM)
     split = {name: mutated(name, *change, SPLIT) for name, change in SPLIT_MUTATIONS.items()}
     wgmma = {name: mutated(name, *change, PRESETS["w64lag"], WGMMA_PROBLEM) for name, change in WGMMA_MUTATIONS.items()}
-    return {name: mutated(name, *change) for name, change in MUTATIONS.items()} | transposed | featured | split | wgmma
+    dq = {name: mutated(name, *change, config, problem) for name, (config, problem, *change) in DQ_MUTATIONS.items()}
+    plain = {name: mutated(name, *change) for name, change in MUTATIONS.items()}
+    return plain | transposed | featured | split | wgmma | dq
 
 
 PROBLEMS_OF_MUTATIONS = {
     **dict.fromkeys([*MUTATIONS, *TRANSPOSED_MUTATIONS, *SPLIT_MUTATIONS], MUTATED_PROBLEM),
     **dict.fromkeys([*FEATURE_MUTATIONS, *TRANSPOSED_FEATURE_MUTATIONS], FEATURED_PROBLEM),
     **dict.fromkeys(WGMMA_MUTATIONS, WGMMA_PROBLEM),
+    **{name: problem for name, (_, problem, *_) in DQ_MUTATIONS.items()},
 }
 
 

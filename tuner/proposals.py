@@ -275,7 +275,8 @@ class _ValidSampler(BaseSampler):
         self._random = np.random.default_rng(seed)
         self._turns = itertools.count()
         self._tpe = _make_tpe(seed) if kind == "tpe" else None
-        self._positions = np.array([_positions(_parameters(config)) for config in self._configs], dtype=np.int64)
+        # A byte each: there may be hundreds of thousands of configurations, and each proposal goes over them.
+        self._positions = np.array([_positions(_parameters(config)) for config in self._configs], dtype=np.int8)
 
     def take(self, config: Config) -> bool:
         """Counts a configuration as tried; returns whether it was valid and untried."""
@@ -320,10 +321,11 @@ class _ValidSampler(BaseSampler):
         values = {**single, **proposed}
         names = {"family", *FAMILIES[values["family"]].choices}
         counted = np.array([name in names for name in _choices()])
-        steps = np.abs(self._positions[untried] - np.array(_positions(values)))
+        steps = np.abs(self._positions[untried] - np.array(_positions(values), dtype=np.int8))
+        distances = steps[:, counted].sum(axis=1, dtype=np.int64)
         # Another family is further away than anything within the family.
-        steps[:, list(_choices()).index("family")] *= steps.max() * len(counted)
-        distances = steps[:, counted].sum(axis=1)
+        families_between = steps[:, list(_choices()).index("family")].astype(np.int64)
+        distances += families_between * steps.max() * len(counted)
         return int(self._random.choice(untried[distances == distances.min()]))
 
     def _neighbours_of_a_best(self, study: optuna.Study, untried: np.ndarray) -> np.ndarray:

@@ -417,10 +417,12 @@ PRESETS: dict[str, Config] = {
     ),
     "w64": WgmmaConfig(v_fragments=3),
     "w64lag": WgmmaConfig(lag_dq=True, v_fragments=3, resync=True, skip_masked=True),
+    "w64first": WgmmaConfig(lag_dq=True, v_fragments=3, store_first=True),
+    "w128": WgmmaConfig(block_q=128, lag_dq=True),
 }
 """v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit
 its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory,
-w64 and w64lag the ones for Hopper."""
+those with a w are for Hopper: w64first for short sequences and deterministic gradients, w128 for head_dims up to 64."""
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:

@@ -280,6 +280,11 @@ class TransposedMmaConfig(_Parameters):
             "a period is of blocks of P in fp16",
         ),
         Contradiction(
+            ("block_q", "query_groups", "p_fp16_period"),
+            lambda queries, groups, period: period > queries // groups // MMA_DEPTH,
+            "of {block_q} queries in {query_groups} parts, a warp has fewer than {p_fp16_period} blocks of 16",
+        ),
+        Contradiction(
             ("num_warps", "staggered"),
             lambda warps, staggered: staggered and warps != STAGGERED_WARPS,
             f"staggered warps are pairs, one a sub-partition: {{num_warps}} are not {STAGGERED_WARPS}",

@@ -117,8 +117,6 @@ def _transposed_refusal(problem: Problem, config: TransposedMmaConfig) -> str | 
         return f"head_dim {problem.head_dim}: the {config.family} kernels take {MMA_DEPTH} and more"
     if problem.dtype == "bf16" and config.p_first and not config.p_in_fp16:
         return "dS of a P that is rounded to bf16 has 1.22 times the error of PyTorch's: hold it in fp16"
-    if config.p_fp16_period > config.block_q // groups // MMA_DEPTH:
-        return f"a warp has {config.block_q // groups // MMA_DEPTH} blocks of 16 queries of P: fewer than the period"
     divisions = (
         ("S", config.block_kv, "keys", warps // groups, MMA_ROWS),
         ("S", config.block_q, "queries", groups, MMA_DEPTH),

@@ -115,8 +115,6 @@ def _transposed_refusal(problem: Problem, config: TransposedMmaConfig) -> str | 
     groups, warps, row_warps = config.query_groups, config.num_warps, config.dq_row_warps
     if problem.head_dim < MMA_DEPTH:
         return f"head_dim {problem.head_dim}: the {config.family} kernels take {MMA_DEPTH} and more"
-    if problem.dtype == "bf16" and config.p_first and not config.p_in_fp16:
-        return "dS of a P that is rounded to bf16 has 1.22 times the error of PyTorch's: hold it in fp16"
     divisions = (
         ("S", config.block_kv, "keys", warps // groups, MMA_ROWS),
         ("S", config.block_q, "queries", groups, MMA_DEPTH),

@@ -257,7 +257,9 @@ class TransposedMmaConfig(_Parameters):
         "dq_vector": (1, 2, 4),
         "dq_bulk": (False, True),
     }
-    ungated: ClassVar[frozenset[str]] = frozenset({"p_in_fp16", "p_fp16_period", "staggered", "head_group", "dq_vector"})
+    ungated: ClassVar[frozenset[str]] = frozenset(
+        {"p_in_fp16", "p_fp16_period", "staggered", "head_group", "dq_vector"}
+    )
     contradictions: ClassVar[tuple[Contradiction, ...]] = (
         Contradiction(
             ("query_groups", "exchange"),

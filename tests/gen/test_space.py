@@ -161,7 +161,7 @@ def test_what_a_family_does_not_compute_is_refused_with_its_name(
     changes: dict[str, int], lacking: dict[str, str]
 ) -> None:
     problem = dataclasses.replace(SEED, **changes)
-    for config in PRESETS.values():
+    for config in (PRESETS[name] for name in ("v1", "v2", "v3", "t64", "t128", "w64", "w64lag")):
         reason = refusal(problem, config, H200)
         if config.family in lacking:
             assert reason is not None

@@ -113,7 +113,7 @@ def test_the_same_bits_fifty_times(drawn: feature_matrix.Kernel) -> None:
 
 
 ORDERED: dict[str, Config] = {
-    **{name: PRESETS[name] for name in ("v3", "t64", "t128", "w64")},
+    **{name: PRESETS[name] for name in ("v3", "t64", "t128", "w64", "w64first")},
     "t64 in bulk": replace(PRESETS["t64"], dq_bulk=True),
     "w64lag": replace(PRESETS["w64lag"], skip_masked=False),
 }
@@ -140,6 +140,23 @@ def test_the_same_bits_whatever_runs_first(name: str, monkeypatch: pytest.Monkey
     for _ in range(10):
         for a, b in zip(first, gradients(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mask", ["full", "causal", "softcap"])
+def test_others_wait_for_who_stores_first(mask: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks run beside each other, in a workspace full of what was there before; heads are grouped, lengths differ."""
+    features = {} if mask == "full" else {mask: True}
+    config = (
+        PRESETS["w64first"] if mask != "softcap" else replace(PRESETS["w64first"], fold_statistics=False, v_fragments=0)
+    )
+    monkeypatch.setenv("BWDTUNE_HOST_RACECHECK", "1")
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", "4")
+    monkeypatch.setenv("BWDTUNE_HOST_SM_COUNT", "4")
+    for lengths in ((130, 400), (400, 150)):
+        problem = Problem("bf16", 1, 4, 2, *lengths, 64, **features, deterministic=deterministic)
+        record = Verifier("cpu").verify_on([Case(problem, "normal")], Kernel.load(library_of(problem, config)))
+        assert record.passed, record.reason
 
 
 def test_what_lies_behind_a_sequence_does_not_matter() -> None:

@@ -140,6 +140,7 @@ QUEUED = (
     PRESETS["v3"],
     PRESETS["w64"],
     WgmmaConfig(lag_dq=True, v_fragments=3, resync=True),
+    PRESETS["w64first"],
     replace(PRESETS["t64"], dq_bulk=True),
 )
 

@@ -443,8 +443,20 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     "the turn is over when a warpgroup's dQ is only read": (
         PRESETS["w64"],
         DETERMINISTIC_PROBLEM,
-        "ptx::bulk_wait<0>();\n      ptx::fence_proxy_async();",
-        "ptx::fence_proxy_async();",
+        "ptx::bulk_wait<1>();\n        hand_on();",
+        "hand_on();",
+    ),
+    "a warpgroup's turn that is not ordered after its copies": (
+        PRESETS["w64first"],
+        DETERMINISTIC_PROBLEM,
+        "ptx::fence_proxy_async();\n    ptx::release_global(last_turn",
+        "ptx::release_global(last_turn",
+    ),
+    "the first one adds too": (
+        PRESETS["w64first"],
+        DETERMINISTIC_PROBLEM,
+        "if (before_me == 0)\n          ptx::bulk_store",
+        "if (false)\n          ptx::bulk_store",
     ),
     "dQ's first floats twice": (
         dataclasses.replace(PRESETS["t64"], dq_vector=2),

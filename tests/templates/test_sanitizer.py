@@ -29,7 +29,7 @@ OTHERS = (
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 WINDOW = Problem.parse("8_16_4096_72", window_left=50, window_right=20, bottom_right=True)
-PLAIN = [(SEED, config) for config in (*PRESETS, *OTHERS)]
+PLAIN = [(SEED, config) for config in (*PRESETS, *OTHERS) if config != "w128"]
 FEATURED = [
     (Problem.parse("8_16_4096_72"), "mma_q32_kv32_w1_s3_sw64_k0_v0_b1_r1_u0"),
     (Problem.parse("8_16_4096_40", causal=True, bottom_right=True), OTHERS[2]),
@@ -62,6 +62,7 @@ FEATURED = [
         "wgmma_q128_f1_l1_v0_r1_m0_c1_h8",
     ),
     (SEED, "wgmma_q64_f1_l1_v3_r0_m1_c1_h8_s1"),
+    (Problem.parse("8_16_4096_64"), "w128"),
     (Problem.parse("8_16_4096_96", causal=True, deterministic=True), "wgmma_q64_f1_l1_v3_r0_m0_c1_h8_s1"),
 ]
 

@@ -331,12 +331,14 @@ class _ValidSampler(BaseSampler):
     def _neighbours_of_a_best(self, study: optuna.Study, untried: np.ndarray) -> np.ndarray:
         """At every second call, what differs in one parameter from the best of a group; else nothing."""
         turn = next(self._turns)
+        if turn % 2:
+            return untried[:0]
         bests: dict[str, tuple[float, FrozenTrial]] = {}
         for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
             group, cost = FAMILIES[trial.params["family"]].group, trial.value
             if cost is not None and (group not in bests or cost < bests[group][0]):
                 bests[group] = (cost, trial)
-        if turn % 2 or not bests:
+        if not bests:
             return untried[:0]
         _, best = bests[sorted(bests)[turn // 2 % len(bests)]]
         differs = self._positions[untried] != np.array(_positions(best.params))

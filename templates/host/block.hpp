@@ -41,6 +41,7 @@ struct Launch {
   dim3 grid, block;
   uint32_t threads, shared_bytes;
   bool race_check;
+  bool overlaps;  // the kernel before, until a thread has waited for it
   void (*invoke)(const void* call);
   const void* call;
   const Buffers* buffers;
@@ -95,6 +96,7 @@ struct Fiber {
   uint32_t bulk_handed_on;  // of these, complete when others were last told to go on
   // What it did with global memory by one proxy, which nothing has ordered yet before what it does by the other.
   bool completed_unfenced, acquired_unfenced;
+  bool waited_for_kernel_before;
   // What it knows of each thread and mbarrier beyond what the last block barrier told everybody; valid in that barrier's epoch.
   uint32_t* known;
   uint32_t known_epoch;
@@ -256,6 +258,7 @@ class Block {
       fiber.proxy_fence_count = 0;
       fiber.bulk_groups = fiber.bulk_complete = fiber.bulk_handed_on = 0;
       fiber.completed_unfenced = fiber.acquired_unfenced = false;
+      fiber.waited_for_kernel_before = !launch_.overlaps;
       clocks_[t] = 1;
       fiber.context.prepare(stacks_.bottom(t), stacks_.top(t), &Block::enter);
     }
@@ -655,6 +658,9 @@ class Block {
     if (begin % alignment)
       fault(*current_fiber, cudaErrorMisalignedAddress, line, "%s of global address %p, which is not %u-byte aligned", what,
             pointer, static_cast<unsigned>(alignment));
+    if (!current_fiber->waited_for_kernel_before)
+      fault(*current_fiber, cudaErrorLaunchFailure, line, "%s of global address %p, before the kernel before is waited for", what,
+            pointer);
     const Buffers& buffers = *launch_.buffers;
     if (!buffers.count) return;
     // Most accesses hit the buffer of the one before.

@@ -15,7 +15,13 @@
 #include "block.hpp"
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-struct cudaLaunchAttribute;
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes = 0;
@@ -132,6 +138,8 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, 
   state.threads = static_cast<uint32_t>(threads);
   state.shared_bytes = static_cast<uint32_t>(config.dynamicSmemBytes);
   state.race_check = setting("BWDTUNE_HOST_RACECHECK", 0) != 0;
+  for (unsigned i = 0; i < config.numAttrs; i++)
+    if (config.attrs[i].val.programmaticStreamSerializationAllowed) state.overlaps = true;
   state.invoke = invoke;
   state.call = call;
   state.buffers = &registered_buffers;

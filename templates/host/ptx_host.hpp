@@ -282,6 +282,10 @@ inline uint32_t fetch_add_global(uint32_t* pointer, uint32_t value, int line = _
   return __atomic_fetch_add(pointer, value, __ATOMIC_RELAXED);
 }
 
+// A kernel runs when the one before it has ended, also where it may overlap it: that it waits is checked.
+inline void allow_next_kernel() {}
+inline void wait_for_kernel_before() { current_fiber->waited_for_kernel_before = true; }
+
 // Blocks run to their end one after another on an OS thread: a word that waits for a later block would never change.
 inline void wait_for_global(const uint32_t* pointer, uint32_t value, int line = __builtin_LINE()) {
   block().check_global(pointer, 4, 4, false, "ld.acquire.global.u32", line);

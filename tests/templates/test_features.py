@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bwdtune.gen.build import build
-from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig, WgmmaConfig
+from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
@@ -157,6 +157,35 @@ def test_others_wait_for_who_stores_first(mask: str, deterministic: bool, monkey
         problem = Problem("bf16", 1, 4, 2, *lengths, 64, **features, deterministic=deterministic)
         record = Verifier("cpu").verify_on([Case(problem, "normal")], Kernel.load(library_of(problem, config)))
         assert record.passed, record.reason
+
+
+QUEUED = {
+    "t128, keys that no query sees": (PRESETS["t128"], Problem("bf16", 2, 4, 2, 70, 300, 64, causal=True)),
+    "t64, more stages": (
+        replace(PRESETS["t64"], q_stages=3, do_stages=2, v_in_registers=False),
+        Problem("bf16", 2, 4, 4, 200, 200, 64),
+    ),
+    "two groups": (
+        TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, q_stages=3),
+        Problem("fp16", 3, 2, 2, 150, 260, 64),
+    ),
+    "bulk": (replace(PRESETS["t64"], dq_bulk=True), Problem("bf16", 2, 4, 2, 130, 260, 64, window_left=60)),
+    "packed": (PRESETS["t64"], Problem("bf16", 3, 2, 2, 260, 260, 64, causal=True, varlen=True)),
+}
+
+
+@pytest.mark.parametrize("name", QUEUED)
+def test_blocks_take_items_beside_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes several, whose iterations are odd in number, or none; of short sequences, some have no keys."""
+    config, problem = QUEUED[name]
+    monkeypatch.setenv("BWDTUNE_HOST_RACECHECK", "1")
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", "3")
+    monkeypatch.setenv("BWDTUNE_HOST_SM_COUNT", "3")
+    lengths = ((260, 260), (33, 20), (1, 150)) if problem.varlen else ()
+    record = Verifier("cpu").verify_on(
+        [Case(problem, "normal", lengths=lengths)], Kernel.load(library_of(problem, config))
+    )
+    assert record.passed, record.reason
 
 
 def test_what_lies_behind_a_sequence_does_not_matter() -> None:

@@ -283,7 +283,7 @@ MUTATIONS: dict[str, tuple[str, str]] = {
 }
 TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
     "dS overwritten while others read it": ("t64", "ptx::mbarrier_wait(ds_empty, (i + 1) % 2);", ""),
-    "dS read before it is whole": ("t64", "ptx::mbarrier_wait(ds_full, i % 2);", ""),
+    "dS read before it is whole": ("t64", "ptx::mbarrier_wait(ds_full, ptx::opaque(i) % 2);", ""),
     "dO loaded while others read it": ("t64", "ptx::mbarrier_wait(do_empty, i % 2);", ""),
     "a lane arrives for a warp that is not done": (
         "t64",
@@ -299,16 +299,25 @@ TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
     "the partner's dS read too early": ("t128", "ptx::mbarrier_wait(partner_ds, i % 2);", ""),
     "its own P in place of the partner's": ("t128", "score_lane ^ MMA_K * ELEMENT_BYTES", "score_lane"),
     "the other group's columns": ("t128", "DKV_COLUMN_GROUPS * MMA_N + dkv_column", "DKV_COLUMN_GROUPS * MMA_N"),
-    "the diagonal masked, transposed": ("t128", "first_distance > query_of(n)", "first_distance >= query_of(n)"),
+    "the diagonal masked, transposed": ("t128", "distance > last_distance", "distance >= last_distance"),
     "P read in another type": ("t128", "ptx::unpack<HeldP>(pairs[j])", "ptx::unpack<Element>(pairs[j])"),
-    "P left scaled": ("t128", "dv[m][n + 1], P_UNIT, lane", "dv[m][n + 1], 1.0f, lane"),
+    "P left scaled": ("t128", "dv[m][n + 1], P_UNIT, ", "dv[m][n + 1], 1.0f, "),
     "delta added": ("t64", "isinf(lse) ? 0.0f : -delta", "isinf(lse) ? 0.0f : delta"),
     "one group's heads again": ("t64", "group * HEAD_GROUP + in_group % group_heads", "group * HEAD_GROUP"),
     "dQ of another row block": ("t128", "+ dq_row_warp * MMA_M * HEAD_DIM", ""),
     "halves of a block swapped": ("t64", "lane / 4 + lane % 4 / 2 * 8", "lane / 4 + (1 - lane % 4 / 2) * 8"),
-    "keys past the end, transposed": ("t128", "if (m * MMA_M + j / 2 * 8 > last_key)", "if (false)"),
+    "keys past the end, transposed": ("t128", "if (key > last_key || ", "if ("),
     "keys past the end, of warpgroups": ("w64lag", "key >= arguments.seqlen_kv ? INT_MAX : ", ""),
     "dK past the end, transposed": ("t64", "if (key < arguments.seqlen_kv) {", "if (key < arguments.seqlen_kv + 1) {"),
+    "the next item's tiles over what others read": (
+        "t128",
+        "ptx::fence_proxy_async_shared();\n    ptx::sync_threads();",
+        "ptx::fence_proxy_async_shared();",
+    ),
+    "dK is another item's": ("t64", "const Item stored(arguments, noted / 2);", "const Item stored(arguments, 0);"),
+    "every item is a block's first": ("t64", "parity = 1 - noted % 2;", "parity = 0;"),
+    "a kernel that does not wait for the one before": ("t64", "ptx::wait_for_kernel_before();", ""),
+    "warpgroups that do not wait for the kernel before": ("w64", "ptx::wait_for_kernel_before();", ""),
 }
 MUTATED_PROBLEM = problem_of("bf16", 64, True)
 
@@ -349,7 +358,7 @@ TRANSPOSED_FEATURE_MUTATIONS: dict[str, tuple[str, str, str]] = {
     "a masked score has a slope": ("t128", "fmaxf(1.0f - score * score, 0.0f)", "1.0f - score * score"),
     "every sequence has the first one's rows of the workspace": (
         "t64",
-        "first_padded_row(sequence + 1, first_position)",
+        "first_padded_row(item.sequence + 1, item.first_position)",
         "first_padded_row(1, 0)",
     ),
     "rows are looked up a sequence too late": ("t128", "first_padded_row(middle + 1,", "first_padded_row(middle + 2,"),
@@ -386,25 +395,25 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     "dQ staged over what a copy still reads": (
         BULK,
         MUTATED_PROBLEM,
-        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n    arrive(ds_empty);",
+        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n      arrive(ds_empty);",
         "arrive(ds_empty);",
     ),
     "dQ staged by lanes that do not know that it is read": (
         BULK,
         MUTATED_PROBLEM,
-        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n    arrive(ds_empty);",
-        "arrive(ds_empty);\n    if (ptx::elect_one()) ptx::bulk_wait_read<0>();",
+        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n      arrive(ds_empty);",
+        "arrive(ds_empty);\n      if (ptx::elect_one()) ptx::bulk_wait_read<0>();",
     ),
     "dQ is not shown to the copies": (
         BULK,
         MUTATED_PROBLEM,
-        "ptx::fence_proxy_async_shared();\n    ptx::sync_warp();",
+        "ptx::fence_proxy_async_shared();\n      ptx::sync_warp();",
         "ptx::sync_warp();",
     ),
     "dQ is copied before all lanes have staged it": (
         BULK,
         MUTATED_PROBLEM,
-        "ptx::fence_proxy_async_shared();\n    ptx::sync_warp();",
+        "ptx::fence_proxy_async_shared();\n      ptx::sync_warp();",
         "ptx::fence_proxy_async_shared();",
     ),
     "all warps stage dQ in one place": (BULK, MUTATED_PROBLEM, "DQ_OFFSET + warp * DQ_PART_BYTES", "DQ_OFFSET"),
@@ -413,8 +422,8 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     "dK's parts over what a copy still reads": (
         BULK_OF_TWO_GROUPS,
         MUTATED_PROBLEM,
-        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n  ptx::sync_threads();",
-        "ptx::sync_threads();",
+        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n    // The item again",
+        "// The item again",
     ),
     "the last fragment of an odd number is left out": (
         BULK,
@@ -431,13 +440,13 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     "the turn after copies that are not ordered": (
         BULK,
         DETERMINISTIC_PROBLEM,
-        "ptx::fence_proxy_async();\n      ptx::release_global",
+        "ptx::fence_proxy_async();\n        ptx::release_global",
         "ptx::release_global",
     ),
     "copies that are not ordered after the turn": (
         BULK,
         DETERMINISTIC_PROBLEM,
-        "my_turn);\n      ptx::fence_proxy_async();",
+        "my_turn);\n        ptx::fence_proxy_async();",
         "my_turn);",
     ),
     "the turn is over when a warpgroup's dQ is only read": (
@@ -515,6 +524,6 @@ def test_a_fault_in_the_kernel_is_caught(name: str) -> None:
 def test_a_copy_over_v_before_all_have_it_is_caught() -> None:
     """dO's only stage lies where V is at the start, with head_dim 128."""
     problem = dataclasses.replace(MUTATED_PROBLEM, head_dim=128)
-    everybody = "ptx::sync_threads();\n  if (producer) load_first(true);"
-    source = mutated("dO over V", everybody, "if (producer) load_first(true);", PRESETS["t64"], problem)
+    first = "if (loads_q) load_first(item, i, true);"
+    source = mutated("dO over V", f"ptx::sync_threads();\n    {first}", first, PRESETS["t64"], problem)
     assert "race: cp.async.bulk" in VERIFIER.verify(problem, load(source)).reason

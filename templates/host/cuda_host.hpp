@@ -55,6 +55,8 @@ constexpr auto max(A a, B b) {
   return a < b ? b : a;
 }
 
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
 enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,

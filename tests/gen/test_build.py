@@ -52,10 +52,10 @@ def _wait_for(condition: Callable[[], object], timeout_s: float = 20) -> None:
 
 
 def _alive(pid_file: Path) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int(pid_file.read_text()), 0)
+    process = Path("/proc", pid_file.read_text().strip())
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         # A zombie is dead: nobody here collects it.
-        return b") Z " not in Path(f"/proc/{int(pid_file.read_text())}/stat").read_bytes()
+        return b") Z " not in (process / "stat").read_bytes()
     return False
 
 

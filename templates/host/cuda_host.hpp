@@ -56,6 +56,11 @@ constexpr auto max(A a, B b) {
 }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
 
 enum cudaError_t {
   cudaSuccess = 0,

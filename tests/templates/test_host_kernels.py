@@ -418,7 +418,12 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     ),
     "all warps stage dQ in one place": (BULK, MUTATED_PROBLEM, "DQ_OFFSET + warp * DQ_PART_BYTES", "DQ_OFFSET"),
     "all warps' dQ in the first one's columns": (BULK, MUTATED_PROBLEM, "dq_column_warp * 2 * MMA_N * MMA_M", "0"),
-    "a block ends before its copies": (BULK, MUTATED_PROBLEM, "if (ptx::elect_one()) ptx::bulk_wait<0>();", ""),
+    "a block ends before its copies": (
+        BULK,
+        MUTATED_PROBLEM,
+        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n    // The item again",
+        "// The item again",
+    ),
     "dK's parts over what a copy still reads": (
         BULK_OF_TWO_GROUPS,
         MUTATED_PROBLEM,

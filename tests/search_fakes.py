@@ -64,7 +64,6 @@ class FakeBuilder:
         spills: Bytes that a configuration spills for a target.
         lasting: Whether what does not compile never will.
         registers: A thread's registers for a target, with dummy mma in it or not.
-        delay_s: How long a compile takes.
         compiled: What it was asked for: configuration and target.
         sources: The sources of it, and the target.
     """
@@ -73,13 +72,11 @@ class FakeBuilder:
     spills: Callable[[Config, str], int] = lambda config, arch: 0
     lasting: bool = True
     registers: Callable[[Source, str], int] = lambda source, arch: 168
-    delay_s: float = 0.0
     compiled: list[tuple[Config, str]] = field(default_factory=list)
     sources: list[tuple[Source, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, source: Source, arch: str) -> Variant:
-        time.sleep(self.delay_s)
         with self._lock:
             self.compiled.append((source.config, arch))
             self.sources.append((source, arch))

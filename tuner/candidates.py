@@ -181,14 +181,13 @@ class CandidateSearch(ABC):
             while len(waiting) < LOOK_AHEAD and proposed < self._total:
                 waiting.append(self._propose(proposals))
                 proposed += 1
-            while waiting and waiting[0].outcome:
-                _tell(proposals, waiting.popleft())
-            if not waiting and proposed == self._total:
+            if not waiting:
                 return
-            if len(waiting) == LOOK_AHEAD or proposed == self._total:
-                done = self._next_compiled(self._time_left_s())
-                if done:
-                    self._settle(done[0], self.decide(*done))
+            if waiting[0].outcome:
+                # One, and then the next proposal: how many are decided by now depends on the compilers.
+                _tell(proposals, waiting.popleft())
+            elif done := self._next_compiled(self._time_left_s()):
+                self._settle(done[0], self.decide(*done))
         self.notes.append(f"the time is up: {self._total - self.counts.decided} trials are left for the next search")
 
     def compile_all(self, configs: Iterable[Config]) -> dict[Config, Compiled]:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -45,7 +46,7 @@ from bwdtune.gen.render import Source
 from bwdtune.gen.resources import estimate
 from bwdtune.gen.space import refusal, valid_configs
 from bwdtune.gen.toolchain import ToolchainError, find_compiler
-from bwdtune.tuner.candidates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
+from bwdtune.tuner.candidates import EMULATED_SPILL_BOUND_BYTES, LOOK_AHEAD, SPILL_BOUND_BYTES
 from bwdtune.tuner.cost_model import ranked
 from bwdtune.tuner.options import SAMPLERS, SearchOptions
 from bwdtune.tuner.report import SearchResult, progress_for
@@ -147,13 +148,31 @@ def shipped_for(problem: Problem, config: Config) -> Shipped:
     )
 
 
-def test_a_seed_repeats_a_search_however_the_compilers_race(tmp_path: Path) -> None:
+class FirstIsLast(FakeBuilder):
+    """The first that is proposed is compiled last of those that are compiled ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others_are_compiled = threading.Event()
+
+    def __call__(self, source: Source, arch: str) -> Variant:
+        if source.config == V1:
+            assert self.others_are_compiled.wait(30)
+        variant = super().__call__(source, arch)
+        if len(self.compiled) == LOOK_AHEAD - 1:
+            self.others_are_compiled.set()
+        return variant
+
+
+def test_a_seed_repeats_a_search_however_the_compilers_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    for run, delay_s in enumerate((0.0, 0.002)):
+    for jobs, builder in (("1", FakeBuilder()), ("2", FirstIsLast())):  # one compiler keeps the order
+        monkeypatch.setenv("MAX_JOBS", jobs)
         bench = FakeBench()
-        run_search(tmp_path / f"{run}.sqlite", bench=bench, builder=FakeBuilder(delay_s=delay_s), trials=45, seed=5)
-        tried.append(set(bench.tried))
-    assert tried[0] == tried[1]
+        run_search(tmp_path / f"{jobs}.sqlite", bench=bench, builder=builder, trials=45, seed=5)
+        tried.append(bench.tried)
+    assert tried[0][0] == V1.id != tried[1][0], "the test needs compilers that race"
+    assert set(tried[0]) == set(tried[1])
 
 
 def test_a_seed_is_drawn_and_told_where_none_is_given(database: Path) -> None:

@@ -356,6 +356,10 @@ class WgmmaConfig(_Parameters):
         head_group: Heads whose items are taken together, to share the L2.
         store_first: The first key tile that meets a query tile stores its part of dQ, and the others wait until it has;
             else all of them add to what was cleared before.
+        dq_bulk: dQ is staged in shared memory, from where one thread adds it by ``cp.reduce.async.bulk``; else the
+            computing threads add it themselves, by ``red.global`` of four floats.
+        convert_dq: A warp converts dQ of heads whose items are done, beside the items of later ones, and clears its
+            place for heads that are later still; else two other kernels clear all of it before and convert it after.
     """
 
     family: ClassVar[str] = "wgmma"
@@ -371,10 +375,12 @@ class WgmmaConfig(_Parameters):
         "copies": "c",
         "head_group": "h",
         "store_first": "s",
+        "dq_bulk": "u",
+        "convert_dq": "d",
     }
-    later: ClassVar[frozenset[str]] = frozenset({"store_first"})
+    later: ClassVar[frozenset[str]] = frozenset({"store_first", "dq_bulk", "convert_dq"})
     choices: ClassVar[dict[str, tuple[int | bool, ...]]] = {
-        "block_q": (64, 128),
+        "block_q": (64, 80, 128),
         "fold_statistics": (False, True),
         "lag_dq": (False, True),
         "v_fragments": (0, 1, 2, 3, 4, 5),
@@ -383,9 +389,33 @@ class WgmmaConfig(_Parameters):
         "copies": (1, 2),
         "head_group": (4, 8, 16),
         "store_first": (False, True),
+        "dq_bulk": (True, False),
+        "convert_dq": (False, True),
     }
     ungated: ClassVar[frozenset[str]] = frozenset({"lag_dq", "resync", "copies", "head_group"})
     threads: ClassVar[int] = 384
+    contradictions: ClassVar[tuple[Contradiction, ...]] = (
+        Contradiction(
+            ("block_q", "fold_statistics"),
+            lambda block_q, fold_statistics: fold_statistics and block_q % 64 != 0,
+            "the statistics that are folded into S lie in rows of 64 queries: a tile has {block_q}",
+        ),
+        Contradiction(
+            ("store_first", "dq_bulk"),
+            lambda store_first, dq_bulk: store_first and not dq_bulk,
+            "what the first key tile stores, and who adds to it, waits in the thread that copies dQ in bulk",
+        ),
+        Contradiction(
+            ("dq_bulk", "convert_dq"),
+            lambda dq_bulk, convert_dq: convert_dq and not dq_bulk,
+            "that all of dQ is in memory is known of bulk copies alone",
+        ),
+        Contradiction(
+            ("store_first", "convert_dq"),
+            lambda store_first, convert_dq: store_first and convert_dq,
+            "dQ's place is cleared where it is converted: nothing is left for the first key tile to store",
+        ),
+    )
     block_kv: ClassVar[int] = 128
 
     block_q: int = 64
@@ -397,6 +427,8 @@ class WgmmaConfig(_Parameters):
     copies: int = 1
     head_group: int = 8
     store_first: bool = False
+    dq_bulk: bool = True
+    convert_dq: bool = False
 
 
 Config = MmaConfig | TransposedMmaConfig | WgmmaConfig
@@ -430,11 +462,13 @@ PRESETS: dict[str, Config] = {
     "w64": WgmmaConfig(v_fragments=3),
     "w64lag": WgmmaConfig(lag_dq=True, v_fragments=3, resync=True, skip_masked=True),
     "w64first": WgmmaConfig(lag_dq=True, v_fragments=3, store_first=True),
+    "w64conv": WgmmaConfig(lag_dq=True, v_fragments=3, convert_dq=True),
     "w128": WgmmaConfig(block_q=128, lag_dq=True),
 }
 """v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit
 its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory,
-those with a w are for Hopper: w64first for short sequences and deterministic gradients, w128 for head_dims up to 64."""
+those with a w are for Hopper: w64first for short sequences and deterministic gradients, w64conv, whose dQ needs no kernel of its
+own, for long ones, w128 for head_dims up to 64."""
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:

@@ -21,6 +21,8 @@ _WGMMA_WORKING_REGISTERS = 28
 _WGMMA_STAGES = 2  # of Q and of dO, and of dS
 _WGMMA_ITEM_STAGES = 8
 _WGMMA_BARRIERS = 21 + 2 * _WGMMA_ITEM_STAGES
+_WGMMA_CONVERTED_ROWS = 32  # of a panel's columns of dQ, at a time, in two places of a converting warp
+_WGMMA_ZEROS_BYTES = 2048  # that it clears dQ's places with
 _REGISTER_ALLOCATION = 256  # registers are handed to a warp in these units
 _SHARED_MEMORY_ALLOCATION = 128
 
@@ -177,8 +179,26 @@ def _wgmma_shared_memory_bytes(problem: Problem, config: WgmmaConfig) -> int:
     ds = stages * block_q * block_kv * problem.element_bytes
     dq = block_q * panel_columns * ACCUMULATOR_BYTES
     # A pattern of 8 rows for every 64 queries, for each stage of L and of delta, and one of zeros; or a float each.
-    statistics = (2 * stages + 1) * block_q // 64 * 1024 if config.fold_statistics else 2 * stages * block_q * 4
-    return keys + queries + ds + dq + statistics + _WGMMA_BARRIERS * _BARRIER_BYTES + 4 * _WGMMA_ITEM_STAGES
+    statistics = 2 * stages * (block_q // 64 * 1024 if config.fold_statistics else block_q * 4)
+    # As many zeros as a stage of folded statistics has, or as dQ's places are cleared with.
+    zeros = block_q // 64 * 1024 if config.fold_statistics else 0
+    if config.convert_dq:
+        zeros = _WGMMA_ZEROS_BYTES
+    sums_stages = (3 if block_q == 64 else 2) if config.convert_dq else 0
+    converted = _WGMMA_CONVERTED_ROWS * _WGMMA_PANEL_COLUMNS
+    converted *= sums_stages * ACCUMULATOR_BYTES + problem.element_bytes
+    barriers = _WGMMA_BARRIERS + sums_stages
+    return (
+        keys
+        + queries
+        + ds
+        + dq
+        + config.convert_dq * converted
+        + statistics
+        + zeros
+        + barriers * _BARRIER_BYTES
+        + 4 * _WGMMA_ITEM_STAGES
+    )
 
 
 def _wgmma_registers(problem: Problem, config: WgmmaConfig) -> int:

@@ -161,6 +161,10 @@ def _wgmma_refusal(problem: Problem, config: WgmmaConfig, device: Device) -> str
         return "such a deterministic kernel goes backwards, and a causal mask leaves all of the last queries' tile"
     if config.store_first and (problem.mask == WINDOW or problem.bottom_right):
         return "queries that see no key meet no key tile that would store their dQ: it has to be cleared"
+    if problem.deterministic and not config.dq_bulk:
+        return "the order in which key tiles add to dQ is kept by the threads that copy it in bulk"
+    if problem.deterministic and config.convert_dq:
+        return "the threads that copy dQ in bulk keep the order of key tiles, or wait for places: not both"
     if (needed := estimate(problem, config).registers) > _WGMMA_REGISTERS:
         return f"about {needed} registers a thread: two computing warpgroups have {_WGMMA_REGISTERS}"
     return None

@@ -52,6 +52,8 @@ _OVERLAP = 2.0  # exponent of the norm where a scheduler has two warps or more; 
 _ASYNCHRONOUS_OVERLAP = 4.0  # of wgmma and bulk copies
 _DRAIN_CYCLES = 350.0  # of a barrier of all warps: the last one ends, and all begin again
 _WARPGROUP_BARRIER_CYCLES = 175.0  # of both computing warpgroups, whose wgmma go on meanwhile
+_ADDING_CYCLES = 200.0  # of 64 queries, whose dQ the threads of wgmma add themselves
+_CONVERTED_BYTES_NS = 3.3  # of dQ in fp32, by an SM's one converting warp
 _LOAD_NS = 600.0  # of a tile that lies in L2, besides its bytes
 _BLOCK_NS = 1700.0  # of a block's start and end, besides its bytes
 _LAUNCHES_NS = 10_000.0  # of the three kernels
@@ -151,7 +153,11 @@ def predict(
     key_tile_bytes = 4 * config.block_kv * problem.head_dim * problem.element_bytes  # K, V, dK and dV
     block = clock_ghz * (_BLOCK_NS + key_tile_bytes * device.sm_count / device.bandwidth_tb_s / 1000)
     cycles = _grid_cycles(problem, config, device.sm_count, blocks, tile, block)
-    return Prediction(cycles / clock_ghz / 1e6 + _passes_ms(problem, device), cycles)
+    converts = isinstance(config, WgmmaConfig) and config.convert_dq
+    if converts:
+        converted = problem.query_elements * ACCUMULATOR_BYTES / device.sm_count / _CONVERTED_BYTES_NS * clock_ghz
+        cycles = _norm(_OVERLAP, cycles, converted)
+    return Prediction(cycles / clock_ghz / 1e6 + _passes_ms(problem, device, converts), cycles)
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,7 @@ def _wgmma_cycles(problem: Problem, config: WgmmaConfig, sm: _Sm) -> float:
     """Of an SM, for one tile of scores."""
     cycles = (_wgmma_load(problem, config, sm) + sm.spills).cycles(_ASYNCHRONOUS_OVERLAP)
     cycles += 0.0 if config.fold_statistics else _UNFOLDED_CYCLES * config.block_q / 64
+    cycles += 0.0 if config.dq_bulk else _ADDING_CYCLES * config.block_q / 64
     return cycles + (0.0 if config.lag_dq else _WARPGROUP_BARRIER_CYCLES)
 
 
@@ -357,7 +364,12 @@ def _grid_cycles(problem: Problem, config: Config, sm_count: int, resident: int,
     return max(share + unfilled * (shortest * tile * resident + block), longest * tile * resident + block)
 
 
-def _passes_ms(problem: Problem, device: Device) -> float:
-    """Before and after: O and dO are read and dQ's accumulator cleared; it is read and dQ written. DRAM bounds both."""
-    moved = problem.query_elements * (3 * problem.element_bytes + 2 * ACCUMULATOR_BYTES)
+def _passes_ms(problem: Problem, device: Device, converts: bool) -> float:
+    """Before and after: O and dO are read and dQ's accumulator cleared; it is read and dQ written. DRAM bounds both.
+
+    Where the main kernel ``converts`` dQ, O and dO are read.
+    """
+    moved = problem.query_elements * 2 * problem.element_bytes
+    if not converts:
+        moved += problem.query_elements * (problem.element_bytes + 2 * ACCUMULATOR_BYTES)
     return moved / device.bandwidth_tb_s / 1e9 + _LAUNCHES_NS / 1e6

@@ -97,6 +97,7 @@ struct Fiber {
   // What it did with global memory by one proxy, which nothing has ordered yet before what it does by the other.
   bool completed_unfenced, acquired_unfenced;
   bool waited_for_kernel_before;
+  bool polls;
   // What it knows of each thread and mbarrier beyond what the last block barrier told everybody; valid in that barrier's epoch.
   uint32_t* known;
   uint32_t known_epoch;
@@ -259,6 +260,7 @@ class Block {
       fiber.bulk_groups = fiber.bulk_complete = fiber.bulk_handed_on = 0;
       fiber.completed_unfenced = fiber.acquired_unfenced = false;
       fiber.waited_for_kernel_before = !launch_.overlaps;
+      fiber.polls = false;
       clocks_[t] = 1;
       fiber.context.prepare(stacks_.bottom(t), stacks_.top(t), &Block::enter);
     }
@@ -336,6 +338,29 @@ class Block {
       lanes[0].known[lanes[lane].thread] = clocks_[lanes[lane].thread]++;
     for (uint32_t lane = 1; lane < WARP_SIZE; lane++)
       memcpy(lanes[lane].known, lanes[0].known, participants_ * sizeof *lanes[0].known);
+  }
+
+  // ---- waits that the block does not know of ----
+
+  // For a thread that polls: goes on with others, which come back to it. False where those that are ready poll as well.
+  bool let_others_run() {
+    Fiber& fiber = *current_fiber;
+    fiber.polls = true;
+    bool others = false;
+    const Warp* next = nullptr;
+    for (uint32_t w = 1; w <= warps_count_; w++) {
+      const Warp& warp = warps_[(fiber.warp->index + w) % warps_count_];
+      if (warp.ready && !next) next = &warp;
+      for (uint32_t ready = warp.ready; ready; ready &= ready - 1) others = others || !warp.lanes[__builtin_ctz(ready)].polls;
+    }
+    const uint32_t later = fiber.warp->ready & ~((2u << fiber.lane) - 1);
+    Fiber& resumed = later ? fiber.warp->lanes[__builtin_ctz(later)] : next->lanes[__builtin_ctz(next->ready)];
+    if (&resumed != &fiber) {
+      current_fiber = &resumed;
+      Context::go(fiber.context, resumed.context);
+    }
+    fiber.polls = false;
+    return others;
   }
 
   // ---- the block barrier ----
@@ -540,13 +565,18 @@ class Block {
     memmove(operations, operations + done, warp.wgmma_count * sizeof *operations);
   }
 
+  // Before a bulk copy.
+  void check_acquired(int line) {
+    if (current_fiber->acquired_unfenced)
+      fault(*current_fiber, cudaErrorLaunchFailure, line,
+            "a bulk copy with no proxy fence since this thread waited for a word of global memory");
+  }
+
   void issue_bulk(const BulkOperation& operation) {
     if (bulk_count_ == MAX_BULK_OPERATIONS)
       fault(*current_fiber, cudaErrorLaunchFailure, operation.line, "the host target keeps %u bulk copies in flight",
             MAX_BULK_OPERATIONS);
-    if (current_fiber->acquired_unfenced)
-      fault(*current_fiber, cudaErrorLaunchFailure, operation.line,
-            "a bulk copy with no proxy fence since this thread waited for a word of global memory");
+    check_acquired(operation.line);
     bulk_operations_[bulk_count_++] = operation;
   }
 

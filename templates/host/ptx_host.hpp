@@ -286,17 +286,20 @@ inline uint32_t fetch_add_global(uint32_t* pointer, uint32_t value, int line = _
 inline void allow_next_kernel() {}
 inline void wait_for_kernel_before() { current_fiber->waited_for_kernel_before = true; }
 
-// Blocks run to their end one after another on an OS thread: a word that waits for a later block would never change.
+// Blocks run to their end one after another on an OS thread: a word that waits for a later block would never change. The block's
+// other threads go on meanwhile.
 inline void wait_for_global(const uint32_t* pointer, uint32_t value, int line = __builtin_LINE()) {
   block().check_global(pointer, 4, 4, false, "ld.acquire.global.u32", line);
   constexpr int PATIENCE_MS = 20000;
   timespec pause = {0, 100000};
-  for (int waited = 0; __atomic_load_n(pointer, __ATOMIC_ACQUIRE) != value; waited++) {
+  for (int waited = 0; __atomic_load_n(pointer, __ATOMIC_ACQUIRE) != value;) {
     if (waited > PATIENCE_MS * 10 || __atomic_load_n(&block().launch().faulted, __ATOMIC_ACQUIRE))
       block().fault(*current_fiber, cudaErrorLaunchTimeout, line,
                     "deadlock: waits for global address %p to be %u, which is %u", static_cast<const void*>(pointer), value,
                     __atomic_load_n(pointer, __ATOMIC_RELAXED));
+    if (block().let_others_run()) continue;
     nanosleep(&pause, nullptr);
+    waited++;
   }
   current_fiber->acquired_unfenced = true;
 }
@@ -311,6 +314,12 @@ inline void release_global(uint32_t* pointer, uint32_t value, int line = __built
   block().check_global(pointer, 4, 4, true, "st.release.global.u32", line);
   block().check_handing_on("st.release.global.u32", line);
   __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
+}
+
+inline void release_add_global(uint32_t* pointer, uint32_t value, int line = __builtin_LINE()) {
+  block().check_global(pointer, 4, 4, true, "red.release.global.add.u32", line);
+  block().check_handing_on("red.release.global.add.u32", line);
+  __atomic_fetch_add(pointer, value, __ATOMIC_RELEASE);
 }
 
 // ---- mbarrier and TMA ----
@@ -412,6 +421,7 @@ inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, 
     block().fault(*current_fiber, cudaErrorLaunchFailure, line, "%s of %u bytes: they must be a multiple of 16", what, bytes);
   bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(barrier, what, line);
   block().check_global(source, bytes, 16, false, what, line);
+  block().check_acquired(line);
   memcpy(block().write_shared(*current_fiber, destination, bytes, 16, what, line, &mbarrier), source, bytes);
   block().mbarrier_complete_tx(mbarrier, bytes, line);
 }

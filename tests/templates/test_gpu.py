@@ -141,6 +141,7 @@ QUEUED = (
     PRESETS["w64"],
     WgmmaConfig(lag_dq=True, v_fragments=3, resync=True),
     PRESETS["w64first"],
+    PRESETS["w64conv"],
     replace(PRESETS["t64"], dq_bulk=True),
 )
 
@@ -187,3 +188,22 @@ def test_a_thousand_launches_on_two_streams(config: Config, deterministic: bool,
     for gradients in found:
         for ours, theirs in zip(gradients, expected, strict=True):
             assert (ours.float() - theirs.float()).norm() <= 1e-3 * theirs.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (Problem.parse("1_80_1000_128", causal=True), PRESETS["w64conv"]),
+        (Problem.parse("4_60_30_700_64"), replace(PRESETS["w128"], convert_dq=True)),
+    ],
+    ids=["causal", "groups"],
+)
+def test_a_place_for_dq_is_used_again(problem: Problem, config: Config) -> None:
+    """By more heads than there are places for, which are 72."""
+    device = current_device()
+    if reason := refusal(problem, config, device):
+        pytest.skip(reason)
+    record = Verifier("cuda").verify_at(
+        problem, Kernel.load(build_one(render(problem, config), device.arch).library or Path())
+    )
+    assert record.passed, record.reason

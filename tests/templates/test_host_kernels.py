@@ -177,8 +177,9 @@ def test_any_valid_configuration_at_any_sizes(point: tuple[Problem, Config]) -> 
 # ---- launches at the same time ----
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("preset", ["v3", "w64", "w64lag"])
+@pytest.mark.parametrize(
+    ("preset", "deterministic"), [*itertools.product(("v3", "w64", "w64lag"), (False, True)), ("w64conv", False)]
+)
 def test_launches_from_two_threads(preset: str, deterministic: bool) -> None:
     """Each has a workspace, in which anything lies at first: what has an order is the same bits at each launch."""
     problem = Problem("bf16", 1, 4, 2, 150, 300, 64, causal=not deterministic, deterministic=deterministic)
@@ -204,6 +205,56 @@ def test_launches_from_two_threads(preset: str, deterministic: bool) -> None:
     with ThreadPoolExecutor(2) as pool:
         for of_launch in itertools.chain.from_iterable(pool.map(differ, range(2))):
             assert not any(of_launch[0 if deterministic else 1 :])  # dQ's additions may have no order
+
+
+# ---- places for dQ that are used again ----
+
+MANY_HEADS = Problem.parse("1_20_300_64", causal=True)
+
+
+def with_few_places(problem: Problem, config: Config, *changes: tuple[str, str]) -> Source:
+    """Places for fewer heads than the problem has: as of a card that computes one item at a time."""
+    source = render(problem, config)
+    text = source.text
+    for old, new in (("ITEMS_BESIDE = 132;", "ITEMS_BESIDE = 1;"), *changes):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return dataclasses.replace(source, text=text)
+
+
+@pytest.mark.parametrize("threads", ["1", "2", "4"])
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (MANY_HEADS, dataclasses.replace(PRESETS["w64conv"], head_group=4)),
+        (Problem.parse("2_20_10_300_64"), dataclasses.replace(PRESETS["w128"], head_group=4, convert_dq=True)),
+        (
+            Problem("bf16", 1, 28, 28, 70, 200, 72, causal=True, window_left=50),
+            WgmmaConfig(fold_statistics=False, convert_dq=True),
+        ),
+    ],
+    ids=["causal", "groups", "window"],
+)
+def test_a_place_for_dq_is_used_again(
+    problem: Problem, config: Config, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", threads)
+    record = VERIFIER.verify_at(problem, load(with_few_places(problem, config)))
+    assert record.passed, record.reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("ptx::bulk_store(sums + cleared / 4, block.shared + ZEROS_OFFSET, ZEROS_BYTES);", ";"),
+        ("if (ptx::load_acquire_global(added) != all) {", "if (false) {"),
+    ],
+    ids=["is not cleared", "is converted too early"],
+)
+def test_it_is_caught_that_a_place_for_dq(change: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", "1")
+    config = dataclasses.replace(PRESETS["w64conv"], head_group=4)
+    assert not VERIFIER.verify_at(MANY_HEADS, load(with_few_places(MANY_HEADS, config, change))).passed
 
 
 # ---- offsets past 2^31 ----
@@ -392,6 +443,42 @@ BULK = dataclasses.replace(PRESETS["t64"], dq_bulk=True)
 BULK_OF_TWO_GROUPS = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, dq_bulk=True)
 DETERMINISTIC_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, deterministic=True)
 DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
+    "dQ is added to another tile's": (
+        dataclasses.replace(PRESETS["w64lag"], dq_bulk=False),
+        MUTATED_PROBLEM,
+        "if (LAG_DQ) find_dq();\n      tile++;\n      iterations--;\n      query_start += BLOCK_Q;",
+        "tile++;\n      iterations--;\n      query_start += BLOCK_Q;\n      if (LAG_DQ) find_dq();",
+    ),
+    "sums that come over what is still read": (
+        PRESETS["w64conv"],
+        MUTATED_PROBLEM,
+        "ptx::fence_proxy_async_shared();\n      ptx::sync_warp();\n      if (first_lane()) {\n        load",
+        "ptx::fence_proxy_async_shared();\n      if (first_lane()) {\n        load",
+    ),
+    "dQ over what a copy still reads": (
+        PRESETS["w64conv"],
+        MUTATED_PROBLEM,
+        "if (first_lane()) ptx::bulk_wait_read<1>();",
+        "",
+    ),
+    "converted dQ that is not shown to the copy": (
+        PRESETS["w64conv"],
+        MUTATED_PROBLEM,
+        "ptx::fence_proxy_async_shared();\n      ptx::sync_warp();\n      if (first_lane()) {\n        load",
+        "ptx::sync_warp();\n      if (first_lane()) {\n        load",
+    ),
+    "dQ counted before it is in memory": (
+        PRESETS["w64conv"],
+        MUTATED_PROBLEM,
+        "ptx::bulk_wait<0>();\n    ptx::fence_proxy_async();\n    ptx::release_add_global(arguments.added",
+        "ptx::fence_proxy_async();\n    ptx::release_add_global(arguments.added",
+    ),
+    "counted dQ that copies are not ordered after": (
+        PRESETS["w64conv"],
+        MUTATED_PROBLEM,
+        "ptx::fence_proxy_async();\n      for (int i = 0; i < SUMS_STAGES",
+        "for (int i = 0; i < SUMS_STAGES",
+    ),
     "dQ staged over what a copy still reads": (
         BULK,
         MUTATED_PROBLEM,

@@ -411,6 +411,11 @@ class WgmmaConfig(_Parameters):
             "that all of dQ is in memory is known of bulk copies alone",
         ),
         Contradiction(
+            ("block_q", "convert_dq"),
+            lambda block_q, convert_dq: convert_dq and block_q % 32 != 0,
+            "dQ is converted by 32 rows at a time: a tile has {block_q}",
+        ),
+        Contradiction(
             ("store_first", "convert_dq"),
             lambda store_first, convert_dq: store_first and convert_dq,
             "dQ's place is cleared where it is converted: nothing is left for the first key tile to store",
@@ -466,9 +471,9 @@ PRESETS: dict[str, Config] = {
     "w128": WgmmaConfig(block_q=128, lag_dq=True),
 }
 """v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit
-its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory, those with a w are for
-Hopper: w64first for short sequences and deterministic gradients, w64conv, whose dQ needs no kernel of its own, for long
-ones, w128 for head_dims up to 64."""
+its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory, those with a w are
+for Hopper: w64first for short sequences and deterministic gradients, w64conv, whose dQ needs no kernel of its own, for
+long ones, w128 for head_dims up to 64."""
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:

@@ -209,7 +209,7 @@ def _wgmma_registers(problem: Problem, config: WgmmaConfig) -> int:
     # S and dP are alive together; P and dS in 16 bits, which take their place, with dQ.
     scores = config.block_q
     slopes = (
-        config.block_q * 3 // 16 if problem.softcap else 0
+        config.block_q * 7 // 32 if problem.softcap else 0
     )  # measured: with less to spare, ptxas spills or serializes
     return sums + kept + scores + slopes + _WGMMA_WORKING_REGISTERS
 

@@ -433,6 +433,9 @@ def ship(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The file to write (default: the package's own table).")
     ] = None,
+    interrupted: Annotated[
+        bool, typer.Option("--interrupted", help="Ship the best of interrupted searches, too.")
+    ] = False,
     database: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -445,7 +448,7 @@ def ship(
     from .ship import ship as write
 
     with closing(Store.open(database, read_only=True)) as store:
-        written = write(store, output)
+        written = write(store, output, interrupted=interrupted)
     data = {
         "file": str(written.path),
         "rows": [shipped_to_dict(row) for row in written.rows],

@@ -34,19 +34,20 @@ class ShippedTable:
     left_out: tuple[str, ...]
 
 
-def ship(store: Store, path: Path | None = None) -> ShippedTable:
+def ship(store: Store, path: Path | None = None, *, interrupted: bool = False) -> ShippedTable:
     """Writes the table from a database's winners on their own cards, and its best emulated configurations.
 
-    Left out are winners that kept to another card's limits, the best of interrupted searches, and those whose source is
-    not what today's templates make.
+    Left out are winners that kept to another card's limits, the best of interrupted searches unless they are asked for,
+    and those whose source is not what today's templates make.
 
     Args:
         store: The database.
         path: The table; None for the package's own.
+        interrupted: Whether the best of interrupted searches is good enough: verified and timed it was, too.
     """
     rows, left_out = [], []
     for winner in store.winners():
-        reason = _why_not(winner, render(winner.problem, winner.config).hash)
+        reason = _why_not(winner, render(winner.problem, winner.config).hash, interrupted)
         if winner.limits:
             reason = f"it kept to the limits of {winner.limits}"
         if reason:
@@ -55,7 +56,7 @@ def ship(store: Store, path: Path | None = None) -> ShippedTable:
             rows.append(_measured(winner))
     for best in store.emulated_bests():
         card = device_for_arch(best.environment.arch)
-        reason = _why_not(best, render(best.problem, best.config, emulate=best.target, card=card).hash)
+        reason = _why_not(best, render(best.problem, best.config, emulate=best.target, card=card).hash, interrupted)
         if reason:
             left_out.append(f"{best.problem.label} emulated for {best.target} is left out: {reason}")
         else:
@@ -63,8 +64,8 @@ def ship(store: Store, path: Path | None = None) -> ShippedTable:
     return ShippedTable(write_shipped(rows, path), tuple(rows), tuple(left_out))
 
 
-def _why_not(best: Winner | EmulatedBest, source_hash: str) -> str:
-    if best.partial:
+def _why_not(best: Winner | EmulatedBest, source_hash: str, interrupted: bool) -> str:
+    if best.partial and not interrupted:
         return "its search was interrupted"
     if best.source_hash != source_hash:
         return "the templates have changed since: search again"

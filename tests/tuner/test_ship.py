@@ -67,7 +67,7 @@ def test_results_of_other_templates_are_left_out(
     assert sum("templates have changed" in line for line in table.left_out) == 2
 
 
-def test_the_best_of_an_interrupted_search_is_left_out(tmp_path: Path) -> None:
+def test_the_best_of_an_interrupted_search_is_left_out_unless_it_is_asked_for(tmp_path: Path) -> None:
     class Interrupting(FakeBench):
         def time(self, *arguments):
             if len(self.timed) == 3:
@@ -77,8 +77,13 @@ def test_the_best_of_an_interrupted_search_is_left_out(tmp_path: Path) -> None:
     run_search(tmp_path / "results.sqlite", bench=Interrupting(), trials=6)
     with closing(Store.open(tmp_path / "results.sqlite", read_only=True)) as store:
         table = ship(store, tmp_path / "table.json")
+        asked_for = ship(store, tmp_path / "table.json", interrupted=True)
+        winner = store.winner(PROBLEM, ENVIRONMENT.gpu)
     assert table.rows == ()
     assert "interrupted" in table.left_out[0]
+    assert winner
+    assert [row.config for row in asked_for.rows] == [winner.config]
+    assert asked_for.left_out == ()
 
 
 def test_the_command_writes_and_list_shows(searched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -565,18 +565,13 @@ class Block {
     memmove(operations, operations + done, warp.wgmma_count * sizeof *operations);
   }
 
-  // Before a bulk copy.
-  void check_acquired(int line) {
-    if (current_fiber->acquired_unfenced)
-      fault(*current_fiber, cudaErrorLaunchFailure, line,
-            "a bulk copy with no proxy fence since this thread waited for a word of global memory");
-  }
-
   void issue_bulk(const BulkOperation& operation) {
     if (bulk_count_ == MAX_BULK_OPERATIONS)
       fault(*current_fiber, cudaErrorLaunchFailure, operation.line, "the host target keeps %u bulk copies in flight",
             MAX_BULK_OPERATIONS);
-    check_acquired(operation.line);
+    if (current_fiber->acquired_unfenced)
+      fault(*current_fiber, cudaErrorLaunchFailure, operation.line,
+            "a bulk copy with no proxy fence since this thread waited for a word of global memory");
     bulk_operations_[bulk_count_++] = operation;
   }
 

@@ -421,7 +421,6 @@ inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, 
     block().fault(*current_fiber, cudaErrorLaunchFailure, line, "%s of %u bytes: they must be a multiple of 16", what, bytes);
   bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(barrier, what, line);
   block().check_global(source, bytes, 16, false, what, line);
-  block().check_acquired(line);
   memcpy(block().write_shared(*current_fiber, destination, bytes, 16, what, line, &mbarrier), source, bytes);
   block().mbarrier_complete_tx(mbarrier, bytes, line);
 }

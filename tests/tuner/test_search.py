@@ -274,7 +274,7 @@ def test_a_wrong_but_fast_candidate_never_wins(database: Path) -> None:
 def test_a_candidate_that_is_wrong_at_full_size_never_wins(database: Path) -> None:
     best = min(valid_configs(PROBLEM, H200), key=cost_ms)
     bench = FakeBench(wrong_at_size=lambda config: cost_ms(config) < cost_ms(V2))
-    result = run_search(database, trials=40, bench=bench)
+    result = run_search(database, trials=60, bench=bench)
     winner = stored_winner(database)
     assert winner
     assert cost_ms(winner.config) >= cost_ms(V2)
@@ -348,7 +348,7 @@ def test_spills_over_the_bound_are_refused_but_not_of_presets(database: Path) ->
     bench = FakeBench()
     result = run_search(
         database,
-        trials=40,
+        trials=60,
         bench=bench,
         builder=FakeBuilder(spills=lambda config, arch: 60 if config == V1 else spills(config, arch)),
     )

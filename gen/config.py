@@ -13,6 +13,7 @@ from .problem import FEATURES
 MMA_ROWS = 16  # m of mma.m16n8k16
 MMA_COLUMNS = 8  # n
 MMA_DEPTH = 16  # k
+CONVERTED_ROWS = 32  # of dQ, that the warp which converts it beside other work takes at a time
 STAGGERED_WARPS = 8  # two for each of an SM's sub-partitions, which a block's warps go round
 
 
@@ -412,8 +413,8 @@ class WgmmaConfig(_Parameters):
         ),
         Contradiction(
             ("block_q", "convert_dq"),
-            lambda block_q, convert_dq: convert_dq and block_q % 32 != 0,
-            "dQ is converted by 32 rows at a time: a tile has {block_q}",
+            lambda block_q, convert_dq: convert_dq and block_q % CONVERTED_ROWS != 0,
+            f"dQ is converted by {CONVERTED_ROWS} rows at a time: a tile has {{block_q}}",
         ),
         Contradiction(
             ("store_first", "convert_dq"),

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
+from .config import (
+    CONVERTED_ROWS,
+    MMA_COLUMNS,
+    MMA_DEPTH,
+    MMA_ROWS,
+    Config,
+    MmaConfig,
+    TransposedMmaConfig,
+    WgmmaConfig,
+)
 from .device import Device
 from .problem import ACCUMULATOR_BYTES, Problem
 
@@ -21,8 +30,7 @@ _WGMMA_WORKING_REGISTERS = 28
 _WGMMA_STAGES = 2  # of Q and of dO, and of dS
 _WGMMA_ITEM_STAGES = 8
 _WGMMA_BARRIERS = 21 + 2 * _WGMMA_ITEM_STAGES
-_WGMMA_CONVERTED_ROWS = 32  # of a panel's columns of dQ, at a time, in two places of a converting warp
-_WGMMA_ZEROS_BYTES = 2048  # that it clears dQ's places with
+_WGMMA_ZEROS_BYTES = 2048  # that dQ's places are cleared with where it is converted beside other work
 _REGISTER_ALLOCATION = 256  # registers are handed to a warp in these units
 _SHARED_MEMORY_ALLOCATION = 128
 
@@ -179,26 +187,16 @@ def _wgmma_shared_memory_bytes(problem: Problem, config: WgmmaConfig) -> int:
     ds = stages * block_q * block_kv * problem.element_bytes
     dq = block_q * panel_columns * ACCUMULATOR_BYTES
     # A pattern of 8 rows for every 64 queries, for each stage of L and of delta, and one of zeros; or a float each.
-    statistics = 2 * stages * (block_q // 64 * 1024 if config.fold_statistics else block_q * 4)
-    # As many zeros as a stage of folded statistics has, or as dQ's places are cleared with.
-    zeros = block_q // 64 * 1024 if config.fold_statistics else 0
+    statistics = block_q // 64 * 1024 if config.fold_statistics else block_q * 4
+    zeros, converted, sums_stages = statistics if config.fold_statistics else 0, 0, 0
     if config.convert_dq:
-        zeros = _WGMMA_ZEROS_BYTES
-    sums_stages = (3 if block_q == 64 else 2) if config.convert_dq else 0
-    converted = _WGMMA_CONVERTED_ROWS * _WGMMA_PANEL_COLUMNS
-    converted *= sums_stages * ACCUMULATOR_BYTES + problem.element_bytes
-    barriers = _WGMMA_BARRIERS + sums_stages
-    return (
-        keys
-        + queries
-        + ds
-        + dq
-        + config.convert_dq * converted
-        + statistics
-        + zeros
-        + barriers * _BARRIER_BYTES
-        + 4 * _WGMMA_ITEM_STAGES
-    )
+        # Sums on their way in, the last ones converted, and more zeros.
+        sums_stages = 3 if block_q == 64 else 2
+        row_bytes_of_part = _WGMMA_PANEL_COLUMNS * (sums_stages * ACCUMULATOR_BYTES + problem.element_bytes)
+        zeros, converted = _WGMMA_ZEROS_BYTES, CONVERTED_ROWS * row_bytes_of_part
+    barriers = (_WGMMA_BARRIERS + sums_stages) * _BARRIER_BYTES
+    tiles = keys + queries + ds + dq + converted
+    return tiles + 2 * stages * statistics + zeros + barriers + 4 * _WGMMA_ITEM_STAGES
 
 
 def _wgmma_registers(problem: Problem, config: WgmmaConfig) -> int:

@@ -62,7 +62,6 @@ FEATURED = [
         "wgmma_q128_f1_l1_v0_r1_m0_c1_h8",
     ),
     (SEED, "wgmma_q64_f1_l1_v3_r0_m1_c1_h8_s1"),
-    (SEED, "w64conv"),
     (SEED, "wgmma_q64_f1_l1_v3_r0_m0_c1_h8_u0"),
     (SEED, "wgmma_q80_f0_l1_v0_r0_m0_c1_h8"),
     (Problem.parse("8_16_4096_64"), "wgmma_q128_f1_l1_v0_r0_m0_c1_h8_d1"),

@@ -338,6 +338,15 @@ class TransposedMmaConfig(_Parameters):
         """Whether query groups have parts of dK and dV, to be added up."""
         return self.query_groups > 1 and not self.exchange
 
+    @property
+    def ds_parts(self) -> int:
+        """Parts of the keys whose dS dQ waits for, one after another: a warp's own first, those that are late last.
+
+        With an exchange, those who exchange are a part. Else more than two cost registers that are not there.
+        """
+        groups = self.num_warps // self.query_groups
+        return groups if self.exchanges else min(groups, 2)
+
 
 @dataclass(frozen=True, order=True)
 class WgmmaConfig(_Parameters):

@@ -266,7 +266,10 @@ def _transposed_load(problem: Problem, config: TransposedMmaConfig, sm: _Sm) -> 
         of_dkv = 2 * query_blocks * columns // FRAGMENT_COLUMNS
     dq_columns = problem.head_dim * config.dq_row_warps // warps
     of_dq = block_kv // MMA_DEPTH * (block_q // config.dq_row_warps // MMA_ROWS + dq_columns // FRAGMENT_COLUMNS)
-    stored = (1 + config.exchanges) * block_q * block_kv * problem.element_bytes / _SHARED_BYTES
+    score_tiles = 1.0 + config.exchanges
+    if config.exchanges and config.dv_first and config.p_in_fp16 and problem.dtype == "bf16":
+        score_tiles += 1 / config.p_fp16_period  # P that dS is made of, apart from dV's
+    stored = score_tiles * block_q * block_kv * problem.element_bytes / _SHARED_BYTES
     mma = 5 * block_q * block_kv * problem.head_dim / _MMA_PRODUCTS
     shared = warps * (of_scores + of_dkv + of_dq) * _FRAGMENT_WAVEFRONTS + stored
     shared += _copy_wavefronts(problem, block_q, 128)

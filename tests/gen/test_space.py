@@ -117,7 +117,7 @@ def test_a_refusal_says_what_is_too_much(changes: dict[str, int], said: str) -> 
         ({"block_q": 32}, "dQ does not divide: 32 queries in 4 parts are not a multiple of 16 each"),
         ({"v_in_registers": True, "q_stages": 3}, "registers a thread"),
         ({"q_stages": 3}, "bytes of shared memory"),
-        ({"dq_bulk": True}, "296,680 bytes of shared memory"),
+        ({"dq_bulk": True}, "296,608 bytes of shared memory"),
         ({"dq_bulk": True, "dq_vector": 2}, "dQ is added in bulk, and not by vectors of 2"),
     ],
 )

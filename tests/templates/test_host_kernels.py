@@ -334,7 +334,14 @@ MUTATIONS: dict[str, tuple[str, str]] = {
 }
 TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
     "dS overwritten while others read it": ("t64", "ptx::mbarrier_wait(ds_empty, (i + 1) % 2);", ""),
-    "dS read before it is whole": ("t64", "ptx::mbarrier_wait(ds_full, ptx::opaque(i) % 2);", ""),
+    "dS read before it is whole": ("t64", "ptx::mbarrier_wait(ds_full + 8 * part, ptx::opaque(i) % 2);", ""),
+    "dS of other pairs read before it is whole": (
+        "t128",
+        "if (step > 0) ptx::mbarrier_wait(ds_full + 8 * part, ptx::opaque(i) % 2);",
+        "",
+    ),
+    "dS of one part times K of another": ("t64", "k_tile + (part * PART_KEYS", "k_tile + (own_part * PART_KEYS"),
+    "P set aside over dS that others read": ("t128", "ptx::mbarrier_wait(ds_empty, (i + 1) % 2);", ""),
     "dO loaded while others read it": ("t64", "ptx::mbarrier_wait(do_empty, i % 2);", ""),
     "a lane arrives for a warp that is not done": (
         "t64",
@@ -346,8 +353,8 @@ TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
         "if (warp < NUM_WARPS / 2) ptx::named_barrier_arrive(1 + warp, 64);",
         "",
     ),
-    "the partner's P read too early": ("t128", "ptx::mbarrier_wait(partner_p, i % 2);", ""),
-    "the partner's dS read too early": ("t128", "ptx::mbarrier_wait(partner_ds, i % 2);", ""),
+    "the partner's P read too early": ("t128", "ptx::mbarrier_wait(p_full, i % 2);", ""),
+    "the partner's dS read too early": ("t128", "ptx::mbarrier_wait(ds_full + 8 * own_part, i % 2);", ""),
     "its own P in place of the partner's": ("t128", "score_lane ^ MMA_K * ELEMENT_BYTES", "score_lane"),
     "the other group's columns": ("t128", "DKV_COLUMN_GROUPS * MMA_N + dkv_column", "DKV_COLUMN_GROUPS * MMA_N"),
     "the diagonal masked, transposed": ("t128", "distance > last_distance", "distance >= last_distance"),

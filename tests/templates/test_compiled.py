@@ -119,7 +119,15 @@ SMALL_TRANSPOSED = TransposedMmaConfig(
 )
 SMALL_BULK = replace(SMALL_TRANSPOSED, q_stages=2, do_stages=2, dq_bulk=True)
 WIDE_TRANSPOSED = TransposedMmaConfig(
-    block_q=32, block_kv=64, num_warps=8, query_groups=2, exchange=True, dq_row_warps=2, v_in_registers=True
+    block_q=32,
+    block_kv=64,
+    num_warps=8,
+    query_groups=2,
+    exchange=True,
+    dq_row_warps=2,
+    v_in_registers=True,
+    p_first=True,
+    p_in_fp16=True,
 )
 TRANSPOSED_FEATURED: tuple[tuple[Problem, Config], ...] = (
     (Problem.parse("8_16_4096_128", window_left=1024, causal=True, bottom_right=True, softcap=True), SMALL_TRANSPOSED),

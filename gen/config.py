@@ -334,6 +334,11 @@ class TransposedMmaConfig(_Parameters):
         return self.query_groups > 1 and self.exchange
 
     @property
+    def exchanges_p_first(self) -> bool:
+        """Whether they hand over P before there is dS, for dV: apart from it, and behind barriers of its own."""
+        return self.exchanges and self.dv_first
+
+    @property
     def splits_k(self) -> bool:
         """Whether query groups have parts of dK and dV, to be added up."""
         return self.query_groups > 1 and not self.exchange

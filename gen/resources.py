@@ -153,7 +153,7 @@ def _transposed_shared_memory_bytes(problem: Problem, config: TransposedMmaConfi
     at_start = 2 * key_tile if config.v_in_registers else 0
     at_end = 2 * config.block_kv * dkv_columns * 4 if config.splits_k else 0
     row_values = config.q_stages + config.do_stages
-    parts = (1 + (config.exchanges and config.dv_first)) * config.ds_parts
+    parts = (1 + config.exchanges_p_first) * config.ds_parts
     barriers = 4 + parts + config.q_stages + config.do_stages
     numbers = (2 + config.num_warps) * _NUMBER_BYTES  # of this item and of the next one, and each warp's note
     return max(tiles, at_start, at_end) + row_values * config.block_q * 4 + barriers * _BARRIER_BYTES + numbers

@@ -267,7 +267,7 @@ def _transposed_load(problem: Problem, config: TransposedMmaConfig, sm: _Sm) -> 
     dq_columns = problem.head_dim * config.dq_row_warps // warps
     of_dq = block_kv // MMA_DEPTH * (block_q // config.dq_row_warps // MMA_ROWS + dq_columns // FRAGMENT_COLUMNS)
     score_tiles = 1.0 + config.exchanges
-    if config.exchanges and config.dv_first and config.p_in_fp16 and problem.dtype == "bf16":
+    if config.exchanges_p_first and config.p_in_fp16 and problem.dtype == "bf16":
         score_tiles += 1 / config.p_fp16_period  # P that dS is made of, apart from dV's
     stored = score_tiles * block_q * block_kv * problem.element_bytes / _SHARED_BYTES
     mma = 5 * block_q * block_kv * problem.head_dim / _MMA_PRODUCTS

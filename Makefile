@@ -22,7 +22,7 @@ test: setup
 
 # Which nvcc there is may change at any time, so it is asked for each time.
 setup: $(VENV)/installed
-	@$(RUN) -m bwdtune.gen.toolchain || { echo 'installing the nvcc wheels'; $(PIP) --no-build-isolation --editable '.[nvcc]'; }
+	@$(RUN) -m bwdtune.gen.build.toolchain || { echo 'installing the nvcc wheels'; $(PIP) --no-build-isolation --editable '.[nvcc]'; }
 
 # A folder that was moved or copied has a .venv that leads to the old one.
 ifneq ($(shell pwd -P | cmp -s - $(VENV)/installed && $(RUN) -c '' 2>&1 && echo valid),valid)

@@ -105,7 +105,7 @@ class _Parameters:
 
 @dataclass(frozen=True, order=True)
 class MmaConfig(_Parameters):
-    """A point of the ``mma`` family (``templates/backward_mma.cu.j2``). All tuning: none of it changes the result.
+    """A point of the ``mma`` family (``templates/mma/backward.cu.j2``). All tuning: none of it changes the result.
 
     Attributes:
         block_q: Rows of a Q/dO tile (B_r).
@@ -183,7 +183,7 @@ class MmaConfig(_Parameters):
 
 @dataclass(frozen=True, order=True)
 class TransposedMmaConfig(_Parameters):
-    """A point of the ``mmat`` family (``templates/backward_mmat.cu.j2``): ``mma.sync`` with scores computed transposed.
+    """A point of the ``mmat`` family (``templates/mmat/backward.cu.j2``): ``mma.sync`` with scores computed transposed.
 
     Attributes:
         block_q: Rows of a Q/dO tile (B_r).
@@ -355,7 +355,7 @@ class TransposedMmaConfig(_Parameters):
 
 @dataclass(frozen=True, order=True)
 class WgmmaConfig(_Parameters):
-    """A point of the ``wgmma`` family (``templates/backward_wgmma.cu.j2``): warpgroups of Hopper, 128 keys an item.
+    """A point of the ``wgmma`` family (``templates/wgmma/backward.cu.j2``): warpgroups of Hopper, 128 keys an item.
 
     Attributes:
         block_q: Rows of a Q/dO tile (B_r).

@@ -16,6 +16,7 @@ from .errors import UsageError
 from .problem import FLAGS, Problem
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+_KERNEL_FOLDERS = ("common", "measure", "mma", "mmat", "wgmma")  # the others hold what is not part of a kernel
 _HASH_DIGITS = 16
 
 
@@ -67,7 +68,7 @@ def render(
     Raises:
         UsageError: ``card`` cannot emulate that.
     """
-    template = environment().get_template(f"backward_{config.family}.cu.j2")
+    template = environment().get_template(f"{config.family}/backward.cu.j2")
     probed = cycles or emulate is not None
     if probed and config.group != "mma":
         raise UsageError(f"{config.group} kernels do not count their cycles, and keep to no other card's pace")
@@ -88,7 +89,7 @@ def render(
 def template_hash() -> str:
     """A hash of all files that a kernel is rendered from: under another one, stored timings are of other kernels."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in ("*.j2", "*.cuh", "*.h") for path in TEMPLATES.glob(pattern)):
+    for path in sorted(path for folder in _KERNEL_FOLDERS for path in (TEMPLATES / folder).iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:_HASH_DIGITS]
 

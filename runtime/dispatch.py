@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..db.shipped import Shipped, read_shipped
-from ..gen.build import build_one
+from ..gen.build.jobs import build_one
 from ..gen.config import Config
 from ..gen.device import Device
 from ..gen.errors import BwdtuneError

@@ -26,14 +26,14 @@ from ..gen.device import H200, HOST, HOST_ARCH, RTX_5090, Device, device_for_arc
 from ..gen.emulation import EMULATED
 from ..gen.errors import BwdtuneError, UsageError
 from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem
-from .options import DEFAULT_TRIALS, LIMITS, SearchOptions
+from .search.options import DEFAULT_TRIALS, LIMITS, SearchOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from ..db.records import Environment, Winner
-    from .worker import Worker
+    from .lab.gpu_client import Worker
 
 _R = TypeVar("_R")
 
@@ -184,12 +184,12 @@ def search(
     """
     options = SearchOptions(sampler=sampler, seed=seed, trials=trials, time_s=time, limits=limits, emulate=emulate)
     from ..db.store import Store
-    from ..gen.build import build
+    from ..gen.build.jobs import build
+    from ..gen.build.toolchain import find_compiler
     from ..gen.paths import writable_cache_dir
     from ..gen.space import valid_configs
-    from ..gen.toolchain import find_compiler
     from ..runtime.gpu import NoGpuError, current_device
-    from .report import progress_for
+    from .search.report import progress_for
 
     gpu, why_not = None, ""
     try:
@@ -214,7 +214,7 @@ def search(
         closing(Store.open(database)) as store,
         _bench(device if device is gpu else None, toolkit) as (bench, environment),
     ):
-        from .search import search as find_best
+        from .search.tuning import search as find_best
 
         result = find_best(
             problem,
@@ -243,7 +243,7 @@ def verify(
     as_json: JsonOption = False,
 ) -> int:
     """Check one configuration's gradients against fp64, and print its errors beside PyTorch's."""
-    from .check import check
+    from .commands.verify import check
 
     chosen = parse_config(config)
     target = None if arch is None else device_for_arch(arch)
@@ -262,7 +262,14 @@ def list_(database: DatabaseOption = None, as_json: JsonOption = False) -> None:
     from ..db.errors import NoDatabase
     from ..db.shipped import read_shipped
     from ..db.store import Store
-    from .history import best_to_dict, bests_table, shipped_table, shipped_to_dict, winner_to_dict, winners_table
+    from .commands.history import (
+        best_to_dict,
+        bests_table,
+        shipped_table,
+        shipped_to_dict,
+        winner_to_dict,
+        winners_table,
+    )
 
     shipped = read_shipped()
     winners, bests = [], []
@@ -290,7 +297,7 @@ def show(
 ) -> None:
     """Show all that is stored about a problem: winners, measurements, what failed and why."""
     from ..db.store import Store
-    from .history import history_tables, history_to_dict
+    from .commands.history import history_tables, history_to_dict
 
     with closing(Store.open(database, read_only=True)) as store:
         history = store.show(problem)
@@ -316,9 +323,9 @@ def bench(
 ) -> int:
     """Race kernels against each other on the GPU, each verified first."""
     from ..db.store import Store
-    from ..gen.toolchain import find_nvcc
-    from .bench import DEFAULT_EMULATED_KERNELS, DEFAULT_KERNELS, check_kernels
-    from .bench import bench as race
+    from ..gen.build.toolchain import find_nvcc
+    from .commands.bench import DEFAULT_EMULATED_KERNELS, DEFAULT_KERNELS, check_kernels
+    from .commands.bench import bench as race
 
     names = kernels or (DEFAULT_EMULATED_KERNELS if emulate else DEFAULT_KERNELS)
     check_kernels(names, direction, limits, emulate)
@@ -351,8 +358,8 @@ def roofline(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a shape costs at the card's peak rates: operations, bytes, and the least time of each."""
-    from .roofline import roofline as draw
-    from .roofline import target_device
+    from .commands.roofline import roofline as draw
+    from .commands.roofline import target_device
 
     found = draw(problem, target_device(arch))
     _print(found.to_dict(), [found.table()], as_json)
@@ -370,8 +377,8 @@ def inspect_(
     as_json: JsonOption = False,
 ) -> None:
     """Compile a configuration and say what the compiler made of it: registers, spills, shared memory, occupancy."""
-    from . import inspect as inspection
-    from .roofline import target_device
+    from .commands import inspect as inspection
+    from .commands.roofline import target_device
 
     found = inspection.inspect(problem, parse_config(config), target_device(arch), cache=cache)
     if source:
@@ -394,7 +401,7 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Profile one kernel on the GPU with ncu."""
-    from .profile import profile as measure
+    from .commands.profile import profile as measure
 
     chosen = None if kernel == "best" else parse_config(kernel)
     device = _gpu()
@@ -417,10 +424,10 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a kernel as plain CUDA: source, header, CMake file, example and README."""
-    from .export import export_config, export_winner
+    from .commands.export import export_config, export_winner
 
     if config is not None:
-        from .roofline import target_device
+        from .commands.roofline import target_device
 
         written = export_config(problem, parse_config(config), target_device(arch).arch, output)
     else:
@@ -444,8 +451,8 @@ def ship(
     For whoever makes a version of this program. Nothing is added to what the table held before: it is written anew.
     """
     from ..db.store import Store
-    from .history import shipped_table, shipped_to_dict
-    from .ship import ship as write
+    from .commands.history import shipped_table, shipped_to_dict
+    from .commands.ship import ship as write
 
     with closing(Store.open(database, read_only=True)) as store:
         written = write(store, output, interrupted=interrupted)
@@ -474,7 +481,7 @@ def _gpu() -> Device:
 @contextmanager
 def _bench(gpu: Device | None, toolkit: str) -> Iterator[tuple[Worker, Environment | None]]:
     """The process that owns the GPU, and where it measures; without one, a process that verifies on the CPU."""
-    from .worker import Worker
+    from .lab.gpu_client import Worker
 
     if gpu is None:
         with Worker("cpu") as worker:

@@ -17,7 +17,7 @@ import pytest
 from bwdtune.db.records import Environment, GpuKey
 from bwdtune.db.shipped import Shipped, write_shipped
 from bwdtune.db.store import Store
-from bwdtune.gen.build import build_one
+from bwdtune.gen.build.jobs import build_one
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem

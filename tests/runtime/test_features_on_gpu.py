@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bwdtune
-from bwdtune.gen.build import build_one
+from bwdtune.gen.build.jobs import build_one
 from bwdtune.gen.config import PRESETS, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render

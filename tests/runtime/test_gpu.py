@@ -27,7 +27,7 @@ def install_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
     def install(**defines: int) -> None:
         library = tmp_path / "driver.so"
-        source = Path(__file__).parent / "fake_driver.cpp"
+        source = Path(__file__).parents[1] / "support" / "fake_driver.cpp"
         flags = [f"-D{name}={value}" for name, value in defines.items()]
         compiler = os.environ.get("CXX", "g++")
         subprocess.run([compiler, "-shared", "-fPIC", *flags, str(source), "-o", str(library)], check=True)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bwdtune.gen.build import build
+from bwdtune.gen.build.jobs import build
 from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import HOST
 from bwdtune.gen.problem import Problem

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 import bwdtune
-from bwdtune.gen.build import build_one
+from bwdtune.gen.build.jobs import build_one
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime import torch_attention
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import TORCH_DTYPES, Kernel, backward
-from bwdtune.tuner.verify import Verifier
+from bwdtune.tuner.lab.verification import Verifier
 
 pytestmark = pytest.mark.gpu
 

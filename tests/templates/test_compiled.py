@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from covering import covering_configs, valid_presets
 
-from bwdtune.gen.build import Variant, build
+from bwdtune.gen.build.jobs import Variant, build
 from bwdtune.gen.config import PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.problem import Problem

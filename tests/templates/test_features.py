@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.feature_matrix import MASKS, matrix, sample
 
-from bwdtune.gen.build import build
+from bwdtune.gen.build.jobs import build
 from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem
@@ -18,9 +19,8 @@ from bwdtune.gen.render import render
 from bwdtune.runtime import torch_attention
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
-from bwdtune.tuner.verify import Case, Verifier, make_inputs
+from bwdtune.tuner.lab.verification import Case, Verifier, make_inputs
 from tests import feature_matrix
-from tests.feature_matrix import MASKS, matrix, sample
 
 MATRIX, SAMPLE = matrix(), sample()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import covering_configs, valid_presets
 
-from bwdtune.gen.build import build, build_one
+from bwdtune.gen.build.jobs import build, build_one
 from bwdtune.gen.config import PRESETS, Config, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST
 from bwdtune.gen.problem import Problem
@@ -18,7 +18,7 @@ from bwdtune.gen.render import render
 from bwdtune.gen.space import refusal
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
-from bwdtune.tuner.verify import Case, Verifier, make_inputs
+from bwdtune.tuner.lab.verification import Case, Verifier, make_inputs
 
 pytestmark = pytest.mark.gpu
 

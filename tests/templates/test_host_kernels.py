@@ -16,14 +16,14 @@ from covering import covering, valid_presets
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bwdtune.gen.build import build, build_one
+from bwdtune.gen.build.jobs import build, build_one
 from bwdtune.gen.config import FAMILIES, PRESETS, Config, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.gen.space import refusal, valid_configs
 from bwdtune.runtime.kernel import Kernel, KernelError, backward
-from bwdtune.tuner.verify import Case, Verifier, make_inputs
+from bwdtune.tuner.lab.verification import Case, Verifier, make_inputs
 
 VERIFIER = Verifier("cpu")
 KINDS = list(itertools.product(("bf16", "fp16"), (64, 128), (True, False)))

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from bwdtune.gen.build.toolchain import ToolchainError, find_nvcc
 from bwdtune.gen.config import FAMILIES, PRESETS, Config, TransposedMmaConfig, parse_config
 from bwdtune.gen.device import H200
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES
 from bwdtune.gen.space import refusal
-from bwdtune.gen.toolchain import ToolchainError, find_nvcc
 from bwdtune.runtime.gpu import current_device
-from bwdtune.tuner.export import export_config
+from bwdtune.tuner.commands.export import export_config
 
 # What the presets leave out: three stages, other swizzles, operands read again, other atomics, several blocks an SM.
 OTHERS = (
@@ -151,7 +151,7 @@ def test_nothing_is_reported(tmp_path: Path, problem: Problem, config: str) -> N
 
 
 def build_controls(arch: str, directory: Path) -> Path:
-    (directory / "ptx.cuh").write_text(replaced((TEMPLATES / "ptx.cuh").read_text(), EACH_LANE_ARRIVES))
+    (directory / "ptx.cuh").write_text(replaced((TEMPLATES / "common" / "ptx.cuh").read_text(), EACH_LANE_ARRIVES))
     shutil.copy(Path(__file__).with_name("sanitizer_controls.cu"), directory)
     return build_program(["sanitizer_controls.cu"], arch, directory)
 

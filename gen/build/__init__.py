@@ -1,0 +1,1 @@
+"""Sources become shared libraries: the compiler, its jobs and the cache."""

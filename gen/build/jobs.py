@@ -1,0 +1,380 @@
+"""Sources become shared libraries and ptxas' figures: through ninja, into a content-addressed cache.
+
+The cache holds an entry (a directory, see `compile_step`) a key. The key is of the source's text, the flags, the target
+and the compiler's version. Entries appear whole and are never changed; a failure or a time-out is an entry too, so that
+nobody pays for it twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import BwdtuneError, UsageError
+from ..paths import cache_dir, writable_cache_dir
+from . import compile_step
+from .compile_step import CompiledResources, Job, Record, decides, read_record
+from .limits import job_limit
+from .toolchain import Compiler, Toolchain, ToolchainError, find_compiler
+
+if TYPE_CHECKING:
+    from ..render import Source
+
+__all__ = ["BuildError", "CompileError", "CompiledResources", "Variant", "build", "build_one", "job_limit"]
+
+DEFAULT_TIMEOUT_S = 120.0
+MAIN_KERNEL = "backward_kernel"
+_ABANDONED_AFTER_S = 24 * 3600.0
+_STOP_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class BuildError(BwdtuneError):
+    """Nothing can be compiled: no ninja, no space, no place to write to."""
+
+
+class CompileError(BwdtuneError):
+    """One source was not compiled."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A source that was compiled for a target, or was not.
+
+    Attributes:
+        source: What was compiled.
+        arch: The target.
+        library: The shared library; None unless ``status`` is ``ok``.
+        key: Its name in the cache.
+        toolchain: The compiler's version: ``13.0.88`` for nvcc, ``g++ 12.2.0`` for the target ``host``.
+        resources: Of the main kernel; None where nothing was compiled, or for ``host``.
+        status: ``ok``, ``failed`` or ``timeout``.
+        error: One line: the first error, how the compiler ended, a hint where there is one. Empty for ``ok``.
+        log: All that the compiler said, with the command.
+        seconds: The compile took so long, now or when it was done.
+        cached: It was not compiled by this call.
+        kernels: Of every kernel, by name.
+        lasting: The same build would end the same way. Not so where the machine failed it: no space, no memory.
+    """
+
+    source: Source
+    arch: str
+    library: Path | None
+    key: str
+    toolchain: str
+    resources: CompiledResources | None
+    status: str
+    error: str
+    log: Path | None
+    seconds: float
+    cached: bool
+    kernels: dict[str, CompiledResources] = field(default_factory=dict)
+    lasting: bool = True
+
+
+def build(
+    sources: Sequence[Source],
+    arch: str,
+    *,
+    cache: Path | None = None,
+    jobs: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_done: Callable[[Variant], None] | None = None,
+) -> list[Variant]:
+    """Compiles sources, several at once, and takes from the cache what is there.
+
+    One that fails, or takes too long, costs the others nothing. What the calling thread raises meanwhile (Ctrl-C, an
+    error in ``on_done``) ends all compilers before it goes on; so does the end of this process, however it comes.
+
+    Args:
+        sources: What to compile.
+        arch: The target, such as ``sm_120a``, or ``host``.
+        cache: The cache directory; see `paths.cache_dir`.
+        jobs: Compiles at once; see `job_limit` for the default.
+        timeout_s: Limit of a compile.
+        on_done: Called in this thread with each variant, as soon as it is there.
+
+    Returns:
+        The variants, in the order of the sources.
+
+    Raises:
+        ToolchainError: No compiler, or not for this target, and not all of the sources are in the cache.
+        CacheError: The cache cannot be written, and not all of the sources are in it.
+        UsageError: ``jobs`` or ``MAX_JOBS`` is no positive number.
+        BuildError: ninja is missing or does not run.
+    """
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"jobs is {jobs}: it must be at least 1")
+    entries = cache_dir(cache) / "kernels"
+    try:
+        compiler = find_compiler(arch)
+    except ToolchainError:
+        ready = [_newest(entries, source, arch) for source in sources]
+        variants = [variant for variant in ready if variant]
+        if len(variants) < len(sources):
+            raise
+        for variant in variants:
+            _tell(on_done, variant)
+        return variants
+
+    keys = [_key(source, arch, compiler) for source in sources]
+    found: dict[str, Variant] = {}
+    missing: dict[str, Source] = {}
+    for key, source in zip(keys, sources, strict=True):
+        if key in found or key in missing:
+            continue
+        record = read_record(entries / key)
+        if record and decides(record, timeout_s):
+            found[key] = _variant(source, arch, entries / key, record, cached=True)
+            _tell(on_done, found[key])
+        else:
+            missing[key] = source
+    if missing:
+        limit = min(jobs or job_limit(os.environ), len(missing))
+        building = _build_missing(missing, arch, compiler, writable_cache_dir(cache), limit, timeout_s)
+        with contextlib.closing(building):  # at once where on_done raises: an exception in flight would keep it open
+            for variant in building:
+                found[variant.key] = variant
+                _tell(on_done, variant)
+    return [found[key] for key in keys]
+
+
+def build_one(source: Source, arch: str, *, cache: Path | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Variant:
+    """Compiles one source; see `build`.
+
+    Raises:
+        CompileError: It was not compiled.
+    """
+    (variant,) = build([source], arch, cache=cache, timeout_s=timeout_s)
+    if variant.status != "ok":
+        log = f" (log: {variant.log})" if variant.log else ""
+        raise CompileError(f"{source.name} was not compiled for {arch}: {variant.error}{log}")
+    return variant
+
+
+def _key(source: Source, arch: str, compiler: Compiler) -> str:
+    parts = [source.text, *compiler.flags(arch), arch, compiler.version, compiler.fingerprint]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return f"{source.hash}-{arch}-{digest[:16]}"
+
+
+def _newest(entries: Path, source: Source, arch: str) -> Variant | None:
+    """A library of a source by whatever compiler there was: what is in the cache serves without one."""
+    ready = [(path, read_record(path)) for path in entries.glob(f"{source.hash}-{arch}-*")]
+    usable = [(path.stat().st_mtime, path, record) for path, record in ready if record and record.status == "ok"]
+    if not usable:
+        return None
+    _, path, record = max(usable, key=lambda item: item[:2])
+    return _variant(source, arch, path, record, cached=True)
+
+
+def _variant(source: Source, arch: str, entry: Path, record: Record, *, cached: bool) -> Variant:
+    log = entry / compile_step.LOG_FILE
+    return Variant(
+        source=source,
+        arch=arch,
+        library=entry / record.library if record.library else None,
+        key=entry.name,
+        toolchain=record.toolchain,
+        resources=next((figures for name, figures in record.kernels.items() if MAIN_KERNEL in name), None),
+        status=record.status,
+        error=record.error,
+        log=log if log.exists() else None,
+        seconds=record.seconds,
+        cached=cached,
+        kernels=record.kernels,
+        lasting=record.lasting,
+    )
+
+
+def _tell(on_done: Callable[[Variant], None] | None, variant: Variant) -> None:
+    if on_done:
+        on_done(variant)
+
+
+def _build_missing(
+    missing: dict[str, Source], arch: str, compiler: Compiler, cache: Path, jobs: int, timeout_s: float
+) -> Generator[Variant, None, None]:
+    """Yields each variant when it is there."""
+    _remove_abandoned(cache / "work")
+    with _directory(cache / "work") as work, _directory(None) as scratch:
+
+        def job(index: int, key: str, source: Source, attempt: int) -> Job:
+            directory = work / f"{index}.{attempt}"
+            directory.mkdir()
+            name = f"{source.name}.cu"
+            (directory / name).write_text(source.text, encoding="utf-8")
+            library = f"{source.name}.so"
+            return Job(
+                index=index,
+                directory=str(directory),
+                entry=str(cache / "kernels" / key),
+                lock=str(cache / "locks" / f"{key}.lock"),
+                command=_command(compiler, arch, name, library, scratch),
+                library=library,
+                scratch=str(scratch),
+                timeout_s=timeout_s,
+                toolchain=compiler.version,
+            )
+
+        pending = dict(enumerate(missing.items()))
+        for attempt in (1, 2):
+            try:
+                batch = [job(index, key, source, attempt) for index, (key, source) in pending.items()]
+            except OSError as error:
+                raise BuildError(f"cannot write to the cache directory {cache}: {error.strerror}") from None
+            # What was killed, or never reported, may have been too much for the memory beside others: again, alone.
+            with contextlib.closing(_run_ninja(batch, work, jobs if attempt == 1 else 1)) as reports:
+                for index, record in reports:
+                    if not (record.killed and attempt == 1):
+                        key, source = pending.pop(index)
+                        yield _variant(source, arch, cache / "kernels" / key, record, cached=False)
+            if not pending:
+                return
+        for key, source in pending.values():
+            reason = "the compile was killed twice, the second time with no other beside it: is memory short?"
+            record = Record("failed", reason, False, True, "", 0, timeout_s, 0.0, compiler.version)
+            yield _variant(source, arch, cache / "kernels" / key, record, cached=False)
+
+
+def _command(compiler: Compiler, arch: str, source: str, library: str, scratch: Path) -> list[str]:
+    """The compiler's command line, to be run in the directory of the source."""
+    if not isinstance(compiler, Toolchain) or _plain(compiler.nvcc):
+        return compiler.command(arch, source, library)
+    # nvcc pastes the path that it was called by into shell commands: where that breaks them, it is called by a link.
+    link = scratch / "toolkit"
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(compiler.nvcc.parent.parent)
+    return compiler.command(arch, source, library, nvcc=link / compiler.nvcc.parent.name / compiler.nvcc.name)
+
+
+def _run_ninja(batch: list[Job], work: Path, jobs: int) -> Generator[tuple[int, Record], None, None]:
+    """Runs the jobs and yields each one's index and record when it is done; nothing for one whose process died."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, contextlib.ExitStack() as stack:
+        with theirs:
+            _write_ninja_file(batch, work, theirs.fileno())
+            ninja = stack.enter_context(_ninja(work, jobs, theirs.fileno()))
+        started, left = False, len(batch)
+        # The socket ends when nobody holds its other end any more, neither ninja nor a compile: one has died then.
+        while left and (message := ours.recv(1 << 20)):
+            report = json.loads(message)
+            started = True
+            if report["event"] == "done":
+                left -= 1
+                yield report["index"], Record.from_dict(report["record"])
+            elif report["event"] == "waiting":
+                _log.warning(
+                    "waiting for %s, which is compiling the same kernel (lock: %s)", report["owner"], report["lock"]
+                )
+        ninja.wait()
+        if not started:
+            said = compile_step.first_error((work / "ninja.log").read_text(encoding="utf-8", errors="replace"))
+            raise BuildError(f"ninja does not run the compiles: {said}")
+
+
+def _write_ninja_file(batch: list[Job], work: Path, descriptor: int) -> None:
+    """Files are named by numbers, relative to ``work``; only this Python's and the script's path can need quoting."""
+    script = shlex.join([sys.executable, "-I", "-S", str(Path(compile_step.__file__).resolve())])
+    lines = ["rule compile", f"  command = {script.replace('$', '$$')} $in {descriptor}"]
+    for job in batch:
+        (work / f"{job.index}.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
+        lines.append(f"build {job.index}: compile {job.index}.json")
+    (work / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _ninja(work: Path, jobs: int, descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A running ninja, in a session of its own: Ctrl-C is for this process, which then ends it."""
+    with (work / "ninja.log").open("wb") as output:
+        try:
+            ninja = subprocess.Popen(
+                # -k0: the failure of one is not the end of the others.
+                [str(_find_ninja()), "-k0", f"-j{jobs}"],
+                cwd=work,
+                # Hints are found by English messages. make's job server is not asked: the number of jobs is decided.
+                env={**_without(os.environ, "MAKEFLAGS", "NINJA_STATUS"), "LC_ALL": "C"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(descriptor,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise BuildError(f"ninja does not run: {error}") from None
+    try:
+        yield ninja
+    finally:
+        if ninja.poll() is None:
+            ninja.send_signal(signal.SIGINT)  # passed on to the compiles, which end their compilers
+            try:
+                ninja.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(ninja.pid, signal.SIGKILL)
+                ninja.wait()
+
+
+def _find_ninja() -> Path:
+    """The program of the pip package, else of ``PATH``."""
+    with contextlib.suppress(ImportError):
+        import ninja  # only here: nothing else of it is used
+
+        program = Path(ninja.BIN_DIR, "ninja")
+        if os.access(program, os.X_OK):
+            return program
+    found = shutil.which("ninja")
+    if not found:
+        raise BuildError("ninja is not found: pip install ninja")
+    return Path(found).absolute()
+
+
+def _without(variables: os._Environ[str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+def _plain(path: Path) -> bool:
+    """Whether a path stays one word in a shell command without quotes."""
+    return re.fullmatch(r"[A-Za-z0-9_./+@%=,-]+", str(path)) is not None
+
+
+@contextlib.contextmanager
+def _directory(parent: Path | None) -> Iterator[Path]:
+    """A private directory for the time of the block, in ``parent``; with None, a temporary one whose path is plain."""
+    if parent is None:
+        usual = Path(tempfile.gettempdir()).absolute()
+        parent = usual if _plain(usual) else Path("/tmp")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(dir=parent, prefix="bwdtune-"))
+    except OSError as error:
+        raise BuildError(f"cannot make a directory in {parent}: {error.strerror}") from None
+    try:
+        yield path
+    finally:
+        # What was built is elsewhere by now: a failure here is not one of the build.
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_abandoned(work: Path) -> None:
+    """Removes what processes that were killed have left, a day later."""
+    with contextlib.suppress(OSError):
+        for path in list(work.iterdir()):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
+                    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,176 @@
+"""Thousands of problems that a kernel must compute, ordered by the kernel that computes them, so that compiles are few.
+
+A product of families, head_dims, masks and features gives the kernels; lengths that do not fill tiles, grouped heads,
+limits of windows, layouts and contents give each of them its cases.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bwdtune.gen.config import FAMILIES, Config, MmaConfig
+from bwdtune.gen.device import HOST, Device
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.space import all_configs, refusal
+from bwdtune.tuner.lab.verification import INPUTS, Case
+
+HEAD_DIMS = (8, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 200, 256)
+
+MASKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"causal": True, "bottom_right": True},
+    {"window_left": 1},
+    {"window_left": 1, "bottom_right": True},
+)
+"""The limits of a window are its cases' own."""
+
+FEATURES: tuple[dict[str, Any], ...] = (
+    {},
+    {"softcap": True},
+    {"varlen": True},
+    {"deterministic": True},
+    {"varlen": True, "deterministic": True},
+    {"softcap": True, "varlen": True, "deterministic": True},
+)
+ALL_FEATURES_AT = (40, 64, 128)  # head_dims
+
+LENGTHS = (
+    (1, 1),
+    (1, 129),
+    (129, 1),
+    (17, 17),
+    (127, 127),
+    (129, 129),
+    (256, 3),
+    (3, 256),
+    (256, 512),
+    (512, 256),
+    (333, 333),
+    (64, 64),
+    (200, 77),
+    (130, 385),
+    (385, 130),
+    (640, 641),
+    (17, 250),
+    (320, 320),
+)
+PACKED = (
+    ((1, 1), (0, 3), (5, 0)),
+    ((17, 129), (129, 17), (64, 64)),
+    ((0, 0), (333, 333), (1, 200), (200, 1)),
+    ((128, 128),) * 3,
+    ((127, 129), (1, 1), (0, 64), (250, 3)),
+    ((64, 0), (0, 64), (33, 70)),
+)
+HEADS = ((2, 2), (4, 2), (4, 1))
+WINDOWS = ((70, 37), (1, 1), (129, -1), (-1, 20), (0, 5), (40, 0), (300, 300))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel and what it is checked on.
+
+    Attributes:
+        family: Whose it is.
+        problem: Its kind.
+        cases: Problems of that kind.
+    """
+
+    family: str
+    problem: Problem
+    cases: tuple[Case, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}_{self.problem.kind}"
+
+    def config(self, device: Device) -> Config:
+        """One of the family's valid configurations: any, but always the same one."""
+        config = _any_config(self.family, self.problem, device)
+        assert config, f"the {self.family} family has no configuration for {self.problem.kind}"
+        return config
+
+
+@functools.cache
+def _configs(family: str) -> tuple[Config, ...]:
+    return tuple(config for config in all_configs() if config.family == family)
+
+
+@functools.cache
+def _any_config(family: str, problem: Problem, device: Device) -> Config | None:
+    configs = _configs(family)
+    # Most problems are served by many; to order all of them at random would take longer than to ask a few.
+    drawn = itertools.chain(random.Random(problem.kind).choices(configs, k=1000), configs)
+    return next((config for config in drawn if refusal(problem, config, device) is None), None)
+
+
+def matrix() -> tuple[Kernel, ...]:
+    """All of them, in a fixed order: of the mma family, which has all features, and of the others what is not plain."""
+    kinds = [
+        (head_dim, mask, features)
+        for head_dim, mask, features in itertools.product(HEAD_DIMS, MASKS, FEATURES)
+        if not features or head_dim in ALL_FEATURES_AT
+    ]
+    problems = [
+        # With a group, so that kernels that split it are among those drawn; cases have groups and none.
+        Problem(("bf16", "fp16")[number % 2], 1, 2, 1, 256, 256, head_dim, **mask, **features)
+        for number, (head_dim, mask, features) in enumerate(kinds)
+    ]
+    return tuple(
+        Kernel(family, problem, tuple(_cases(problem)))
+        for family, config_type in FAMILIES.items()
+        for problem in problems
+        if family == MmaConfig.family
+        or (
+            (problem.asked or problem.head_dim not in ALL_FEATURES_AT)
+            and set(problem.asked) <= config_type.features
+            and _any_config(family, problem, HOST)
+        )
+    )
+
+
+def sample() -> tuple[Kernel, ...]:
+    """Few of them, in which each feature of each family occurs."""
+    kernels = matrix()
+    # A stride that is prime to the numbers of masks and of features walks through all of both.
+    chosen = list(kernels[::13])
+    seen = {(kernel.family, feature) for kernel in chosen for feature in kernel.problem.asked}
+    for kernel in kernels:
+        features = {(kernel.family, feature) for feature in kernel.problem.asked}
+        if not features <= seen:
+            chosen.append(kernel)
+            seen |= features
+    return tuple(chosen)
+
+
+def _cases(problem: Problem) -> Iterator[Case]:
+    lengths = PACKED * 3 if problem.varlen else LENGTHS
+    # Not in step with each other, so that over the kernels each meets each.
+    for number, one in enumerate(lengths, sum(problem.kind.encode())):
+        heads_q, heads_kv = HEADS[number % len(HEADS)]
+        left, right = WINDOWS[number % len(WINDOWS)] if problem.mask == "window" else (-1, -1)
+        sequences = one if problem.varlen else ()
+        seqlen_q, seqlen_kv = (max(part) for part in zip(*(sequences or [one]), strict=True))
+        sized = replace(
+            problem,
+            batch=len(sequences) or 1 + number % 2,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_kv=seqlen_kv,
+            window_left=left,
+            window_right=right,
+        )
+        yield Case(
+            sized,
+            tuple(INPUTS)[number // 2 % len(INPUTS)],
+            heads_inside=number % 5 < 2,
+            scale_factor=0.5 if number % 7 == 0 else 1.0,
+            lengths=sequences,
+        )

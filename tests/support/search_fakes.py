@@ -1,0 +1,226 @@
+"""Stand-ins for the compiler and for the process that owns the GPU, so that a search runs anywhere in seconds.
+
+Run as a script it searches slowly, for tests that interrupt it: ``search_fakes.py DATABASE TRIALS DELAY_S``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from bwdtune.db.records import Environment, GpuKey, VerificationRecord
+from bwdtune.db.store import Store
+from bwdtune.gen.build.jobs import CompiledResources, Variant
+from bwdtune.gen.config import PRESETS, Config, MmaConfig
+from bwdtune.gen.device import H200
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import Source
+from bwdtune.tuner.lab.gpu_client import CandidateError
+from bwdtune.tuner.lab.timing import Cycles, Policy, Timing, Timings
+from bwdtune.tuner.search.options import SearchOptions
+from bwdtune.tuner.search.report import Progress, SearchResult, Status
+from bwdtune.tuner.search.tuning import search
+
+PROBLEM = Problem.parse("8_16_4096_128", causal=True)
+TOOLKIT = "13.0.88"
+ENVIRONMENT = Environment(GpuKey(H200.name, "9.0"), "sm_90a", "580.65.06", TOOLKIT, "2.11.0")
+PEER_MS = {"fa": 5.5, "cudnn": 5.0}
+
+TINY_PROBLEM = Problem.parse("1_1_64_64")
+TINY = replace(
+    H200,
+    name="a card on which few configurations fit",
+    shared_memory_per_block_bytes=16_400,
+    shared_memory_per_sm_bytes=17_424,
+    registers_per_sm=6000,
+)
+
+
+def parameter(config: Config, name: str) -> int | None:
+    """Its value of a parameter that its family may not have."""
+    value: int | None = config.to_dict().get(name)
+    return value
+
+
+def cost_ms(config: Config) -> float:
+    """A landscape with one minimum, and no two equal presets. It lies in the mma family: all of another are slow."""
+    if not isinstance(config, MmaConfig):
+        return 30.0 + list(PRESETS.values()).index(config) if config in PRESETS.values() else 40.0
+    cost = 6.0 + abs(config.block_q - 64) / 32 + abs(config.stages - 2) / 2 + abs(config.warps_per_row_group - 2)
+    return cost + 0.1 * config.dq_vector + 0.05 * config.min_blocks_per_sm
+
+
+@dataclass
+class FakeBuilder:
+    """Compiles nothing.
+
+    Attributes:
+        broken: Configurations that do not compile.
+        spills: Bytes that a configuration spills for a target.
+        lasting: Whether what does not compile never will.
+        registers: A thread's registers for a target, with dummy mma in it or not.
+        compiled: What it was asked for: configuration and target.
+        sources: The sources of it, and the target.
+    """
+
+    broken: Callable[[Config], bool] = lambda config: False
+    spills: Callable[[Config, str], int] = lambda config, arch: 0
+    lasting: bool = True
+    registers: Callable[[Source, str], int] = lambda source, arch: 168
+    compiled: list[tuple[Config, str]] = field(default_factory=list)
+    sources: list[tuple[Source, str]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, source: Source, arch: str) -> Variant:
+        with self._lock:
+            self.compiled.append((source.config, arch))
+            self.sources.append((source, arch))
+        ok = not self.broken(source.config)
+        return Variant(
+            source=source,
+            arch=arch,
+            library=Path("/nowhere") / f"{source.name}.so" if ok else None,
+            key=source.name,
+            toolchain=TOOLKIT,
+            resources=CompiledResources(self.registers(source, arch), self.spills(source.config, arch), 0, 0, 1)
+            if ok
+            else None,
+            status="ok" if ok else "failed",
+            error="" if ok else "error: expected a ';'",
+            log=None,
+            seconds=1.0,
+            cached=False,
+            lasting=ok or self.lasting,
+        )
+
+
+@dataclass
+class FakeBench:
+    """Verifies and times from a landscape; where nothing is timed, it stands in for the CPU.
+
+    Attributes:
+        cost: A configuration's time in ms.
+        cycles: What a build that counts its cycles counts.
+        wrong: Configurations whose gradients are wrong.
+        wrong_at_size: Those that are wrong at the problem's own sizes only.
+        crashing: Those that crash when they are timed.
+        delay_s: How long a timing takes.
+        verified: What was verified at small sizes.
+        timed: What was timed together, by name.
+    """
+
+    cost: Callable[[Config], float] = cost_ms
+    cycles: Callable[[Config], float] = lambda config: 1e6 * cost_ms(config)
+    wrong: Callable[[Config], bool] = lambda config: False
+    wrong_at_size: Callable[[Config], bool] = lambda config: False
+    crashing: Callable[[Config], bool] = lambda config: False
+    delay_s: float = 0.0
+    verified: list[Config] = field(default_factory=list)
+    timed: list[list[str]] = field(default_factory=list)
+
+    def verify(self, problem: Problem, variant: Variant) -> VerificationRecord:
+        self.verified.append(variant.source.config)
+        return self._verdict(self.wrong(variant.source.config))
+
+    def verify_at(self, problem: Problem, variant: Variant) -> VerificationRecord:
+        return self._verdict(self.wrong(variant.source.config) or self.wrong_at_size(variant.source.config))
+
+    def time(self, problem: Problem, variants: Sequence[Variant], peers: Sequence[str], policy: Policy) -> Timings:
+        time.sleep(self.delay_s)
+        configs = [variant.source.config for variant in variants]
+        self.timed.append([*(config.id for config in configs), *peers])
+        for config in configs:
+            if self.crashing(config):
+                raise CandidateError("its process died of SIGSEGV", config.id)
+        times_ms = {config.id: self.cost(config) for config in configs} | {peer: PEER_MS[peer] for peer in peers}
+        timings = {name: Timing(ms, ms * 0.99, ms * 1.01, 20) for name, ms in times_ms.items()}
+        counts = {
+            variant.source.config.id: self.cycles(variant.source.config)
+            for variant in variants
+            if variant.source.probed
+        }
+        cycles = {name: Cycles(count, count * 0.99, count * 1.01, 10) for name, count in counts.items()}
+        return Timings(timings, clock_mhz=1700.0, cycles=cycles)
+
+    @property
+    def tried(self) -> list[str]:
+        """What was timed as a candidate, in this order: the first of each timing without peers."""
+        return [names[0] for names in self.timed if not set(names) & set(PEER_MS)]
+
+    @staticmethod
+    def _verdict(wrong: bool) -> VerificationRecord:
+        errors = {"normal": {"dq": 0.5 if wrong else 0.002, "torch_dq": 0.002}}
+        return VerificationRecord(not wrong, 0.5 if wrong else 0.002, errors, "dq is off" if wrong else "")
+
+
+@dataclass
+class Told:
+    """A progress that remembers what it was told."""
+
+    statuses: list[Status] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Told:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self, status: Status) -> None:
+        self.statuses.append(status)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+def run_search(
+    database: Path,
+    *,
+    problem: Problem = PROBLEM,
+    device=H200,
+    builder: FakeBuilder | None = None,
+    bench: FakeBench | None = None,
+    environment: Environment | None = ENVIRONMENT,
+    progress: Progress | None = None,
+    measured: bool = True,
+    **options,
+) -> SearchResult:
+    """A search with stand-ins; ``options`` are those of `SearchOptions`.
+
+    What is not measured is verified on the CPU where a bench is given, else nowhere.
+    """
+    environment = replace(environment, gpu=GpuKey(device.name, "9.0")) if environment else None
+    with closing(Store.open(database)) as store:
+        return search(
+            problem,
+            device,
+            store,
+            SearchOptions(**{"seed": 0, "trials": 12, **options}),
+            builder=builder or FakeBuilder(),
+            progress=progress or Told(),
+            bench=bench or (FakeBench() if measured else None),
+            environment=environment if measured else None,
+        )
+
+
+class _Announcing(Told):
+    """Says on standard output when a candidate is decided, so that the test knows when to interrupt."""
+
+    def update(self, status: Status) -> None:
+        print(f"decided {status.counts.decided}", flush=True)
+
+
+if __name__ == "__main__":
+    result = run_search(
+        Path(sys.argv[1]),
+        trials=int(sys.argv[2]),
+        bench=FakeBench(delay_s=float(sys.argv[3])),
+        progress=_Announcing(),
+    )
+    print(result.status, result.winner.config.id if result.winner and result.winner.config else None, flush=True)
+    sys.exit(130 if result.interrupted else 0)

@@ -1,0 +1,112 @@
+"""Timing: policies, quantiles, interleaving, poisoned outputs."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bwdtune.tuner.lab import timing
+from bwdtune.tuner.lab.timing import (
+    BENCH_POLICY,
+    RACE_POLICY,
+    SEARCH_POLICY,
+    Policy,
+    Timed,
+    Timing,
+    Timings,
+    time_kernels,
+)
+
+CPU = torch.device("cpu")
+QUICK = Policy(warmup_ms=1, budget_ms=20, min_samples=4, max_samples=8)
+
+
+def test_quantiles() -> None:
+    found = Timing.of([float(value) for value in range(1, 12)])
+    assert (found.median_ms, found.low_ms, found.high_ms, found.samples) == (6, 2, 10, 11)
+    assert Timing.of([3.0]) == Timing(3.0, 3.0, 3.0, 1)
+
+
+def test_a_policys_id_names_all_that_matters() -> None:
+    assert SEARCH_POLICY.id == "events1_cold-l2_w50ms_b150ms_n10-100"
+    assert len({SEARCH_POLICY.id, RACE_POLICY.id, BENCH_POLICY.id, QUICK.id}) == 4
+
+
+def test_kernels_take_turns_and_outputs_are_poisoned_before_each_run() -> None:
+    calls: list[str] = []
+
+    def kernel(name: str) -> Timed:
+        return Timed(lambda: calls.append(name), lambda: calls.append(f"poison {name}"))
+
+    first_runs: list[str | None] = []
+    timings = time_kernels({name: kernel(name) for name in "abc"}, QUICK, CPU, first_runs.append)
+    assert first_runs == ["a", "b", "c", None]
+    assert calls[::2] == [f"poison {name}" for name in calls[1::2]]
+    order = calls[1::2]
+    counted = order[-3 * QUICK.max_samples :]
+    rounds = ["".join(counted[start : start + 3]) for start in range(0, len(counted), 3)]
+    assert set(rounds) == {"abc", "bca", "cab"}
+    assert {timing.samples for timing in timings.values()} == {QUICK.max_samples}
+
+
+def sleeping(seconds: float) -> Callable[[], None]:
+    return lambda: time.sleep(seconds)
+
+
+def test_times_are_in_milliseconds_and_slow_kernels_run_less_often() -> None:
+    timings = time_kernels({"slow": Timed(sleeping(0.02)), "quick": Timed(sleeping(0.001))}, QUICK, CPU)
+    assert 20 <= timings["slow"].median_ms < 60
+    assert 1 <= timings["quick"].median_ms < 15
+    assert timings["slow"].samples == QUICK.min_samples
+
+
+def test_a_failing_kernel_is_known_by_its_first_run() -> None:
+    def fail() -> None:
+        raise RuntimeError
+
+    first_runs: list[str | None] = []
+    with pytest.raises(RuntimeError):
+        time_kernels({"a": Timed(sleeping(0)), "b": Timed(fail)}, QUICK, CPU, first_runs.append)
+    assert first_runs == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "processes", "words"),
+    [
+        (0.99, 1.01, 3, []),
+        (0.9, 1.4, None, ["the times of b spread by 50%"]),
+        (0.9, 1.4, 3, ["the times of b spread by 50%", "(2 other processes use it)"]),
+        (0.9, 1.4, 1, ["something else?"]),
+    ],
+)
+def test_a_busy_gpu_is_noticed(low: float, high: float, processes: int | None, words: list[str]) -> None:
+    notice = timing._notice({"a": Timing(1, 1, 1.05, 9), "b": Timing(1, low, high, 9)}, processes)
+    assert bool(notice) == bool(words)
+    assert all(word in notice for word in words)
+
+
+def test_the_clocks_own_grain_is_no_noise() -> None:
+    assert timing._notice({"tiny": Timing(0.01, 0.008, 0.012, 9)}, None) == ""
+
+
+def test_timings_are_a_mapping_that_travels_between_processes() -> None:
+    timings = Timings({"a": Timing(1, 1, 1, 1)}, clock_mhz=1800.0, notice="noisy", unavailable={"fa": "no GPU"})
+    copy = pickle.loads(pickle.dumps(timings))
+    assert copy == timings
+    assert dict(copy) == {"a": Timing(1, 1, 1, 1)}
+    assert copy.clock_mhz == 1800.0
+
+
+@pytest.mark.gpu
+def test_events_on_the_gpu() -> None:
+    device = torch.device("cuda:0")
+    small, large = (torch.zeros(size, device=device) for size in (2**20, 2**28))
+    timings = time_kernels(
+        {"small": Timed(lambda: small.add_(1)), "large": Timed(lambda: large.add_(1))}, QUICK, device
+    )
+    assert 0 < timings["small"].median_ms < timings["large"].median_ms < 50
+    assert timings.clock_mhz is None or timings.clock_mhz > 100

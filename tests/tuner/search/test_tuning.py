@@ -1,0 +1,948 @@
+"""The search, with stand-ins for compiler and GPU: what is proposed, what is kept, and who may win."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+import search_fakes
+from covering import valid_presets
+from rich.console import Console
+from search_fakes import (
+    ENVIRONMENT,
+    PROBLEM,
+    TINY,
+    TINY_PROBLEM,
+    FakeBench,
+    FakeBuilder,
+    Told,
+    cost_ms,
+    parameter,
+    run_search,
+)
+
+from bwdtune.db import shipped
+from bwdtune.db.records import MEASURED, Environment, GpuKey, VerificationRecord, Winner
+from bwdtune.db.shipped import Shipped
+from bwdtune.db.store import Store
+from bwdtune.gen.build.jobs import Variant, build
+from bwdtune.gen.build.toolchain import ToolchainError, find_compiler
+from bwdtune.gen.config import PRESETS, Config, parse_config
+from bwdtune.gen.device import H200, HOST, RTX_5090
+from bwdtune.gen.errors import UsageError
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import Source
+from bwdtune.gen.resources import estimate
+from bwdtune.gen.space import refusal, valid_configs
+from bwdtune.tuner.lab.gpu_client import Worker, WorkerError
+from bwdtune.tuner.lab.timing import SEARCH_POLICY
+from bwdtune.tuner.search.candidates import EMULATED_SPILL_BOUND_BYTES, LOOK_AHEAD, SPILL_BOUND_BYTES
+from bwdtune.tuner.search.cost_model import ranked
+from bwdtune.tuner.search.options import SAMPLERS, SearchOptions
+from bwdtune.tuner.search.report import SearchResult, progress_for
+from bwdtune.tuner.search.tuning import HEAD_STARTS, PEERS, search
+
+V1, V2, V3 = (PRESETS[name] for name in ("v1", "v2", "v3"))
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    return tmp_path / "results.sqlite"
+
+
+def stored_winner(database: Path, problem: Problem = PROBLEM, limits: str | None = None) -> Winner | None:
+    with closing(Store.open(database)) as store:
+        return store.winner(problem, ENVIRONMENT.gpu, limits)
+
+
+def trials(database: Path) -> list[optuna.trial.FrozenTrial]:
+    with closing(Store.open(database)) as store:
+        storage = store.optuna_storage()
+        return [
+            trial
+            for summary in optuna.get_all_study_summaries(storage)
+            for trial in optuna.load_study(study_name=summary.study_name, storage=storage).get_trials()
+        ]
+
+
+# What is proposed
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_only_valid_configurations_and_each_once(database: Path, sampler: str) -> None:
+    bench = FakeBench()
+    result = run_search(database, bench=bench, trials=40, sampler=sampler)
+    assert len(bench.verified) == len(set(bench.verified)) == 40
+    assert all(refusal(PROBLEM, config, H200) is None for config in bench.verified)
+    assert result.counts.decided == result.counts.measured == 40
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_presets_are_tried_first(database: Path, sampler: str) -> None:
+    presets = valid_presets(PROBLEM, H200)
+    builder = FakeBuilder()
+    run_search(database, builder=builder, trials=len(presets), sampler=sampler)
+    assert {config for config, _ in builder.compiled} == set(presets.values())
+
+
+def presets_and(trials: int) -> int:
+    """So many trials, and one for each preset."""
+    return len(valid_presets(PROBLEM, H200)) + trials
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_what_won_another_size_is_tried_next(database: Path, sampler: str) -> None:
+    slow = set(PRESETS.values())
+    bench = FakeBench(cost=lambda config: 50.0 + cost_ms(config) if config in slow else cost_ms(config))
+    longer = replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
+    winner = run_search(database, problem=longer, bench=bench, trials=presets_and(6), sampler="random").winner
+    assert winner
+    bench = FakeBench()
+    run_search(database, bench=bench, trials=presets_and(1), sampler=sampler)
+    assert set(bench.verified) == {*valid_presets(PROBLEM, H200).values(), winner.config}
+    bench = FakeBench()
+    other_card = replace(H200, name="another card")
+    run_search(database, bench=bench, trials=presets_and(1), sampler="exhaustive", device=other_card)
+    assert winner.config not in bench.verified
+
+
+def test_what_is_shipped_for_such_a_card_is_tried_next(database: Path) -> None:
+    """The nearest first, and only a few of them."""
+    configs = [config for config in valid_configs(PROBLEM, H200) if config not in PRESETS.values()][: HEAD_STARTS + 2]
+    sizes = [4096 // 2**n for n in range(len(configs))]
+    rows = [shipped_for(replace(PROBLEM, seqlen_q=s, seqlen_kv=s), c) for s, c in zip(sizes, configs, strict=True)]
+    shipped.write_shipped(rows[::-1])
+    bench = FakeBench()
+    run_search(database, bench=bench, trials=presets_and(HEAD_STARTS + 1), sampler="random")
+    assert set(configs[:HEAD_STARTS]) < set(bench.verified)
+    assert not set(configs[HEAD_STARTS:]) & set(bench.verified)
+
+
+def shipped_for(problem: Problem, config: Config) -> Shipped:
+    return Shipped(
+        problem=problem,
+        config=config,
+        gpu=ENVIRONMENT.gpu,
+        kind=MEASURED,
+        environment=ENVIRONMENT,
+        policy=SEARCH_POLICY.id,
+        date="2026-01-01T00:00:00+00:00",
+        command="tuner search",
+        ms=1.0,
+        cycles=None,
+        max_error=2e-3,
+        source_hash="0123456789abcdef",
+        template_hash="fedcba9876543210",
+    )
+
+
+class FirstIsLast(FakeBuilder):
+    """The first that is proposed is compiled last of those that are compiled ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others_are_compiled = threading.Event()
+
+    def __call__(self, source: Source, arch: str) -> Variant:
+        if source.config == V1:
+            assert self.others_are_compiled.wait(30)
+        variant = super().__call__(source, arch)
+        if len(self.compiled) == LOOK_AHEAD - 1:
+            self.others_are_compiled.set()
+        return variant
+
+
+def test_a_seed_repeats_a_search_however_the_compilers_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    for jobs, builder in (("1", FakeBuilder()), ("2", FirstIsLast())):  # one compiler keeps the order
+        monkeypatch.setenv("MAX_JOBS", jobs)
+        bench = FakeBench()
+        run_search(tmp_path / f"{jobs}.sqlite", bench=bench, builder=builder, trials=45, seed=5)
+        tried.append(bench.tried)
+    assert tried[0][0] == V1.id != tried[1][0], "the test needs compilers that race"
+    assert set(tried[0]) == set(tried[1])
+
+
+def test_a_seed_is_drawn_and_told_where_none_is_given(database: Path) -> None:
+    assert isinstance(run_search(database, seed=None, trials=1).seed, int)
+
+
+def test_searching_again_goes_on(database: Path) -> None:
+    first, second = FakeBench(), FakeBench()
+    run_search(database, bench=first, trials=10)
+    result = run_search(database, bench=second, trials=10)
+    assert not set(first.verified) & set(second.verified)
+    assert (result.counts.earlier, result.counts.decided) == (10, 10)
+
+
+def test_the_space_is_exhausted_and_no_more(database: Path) -> None:
+    valid = valid_configs(TINY_PROBLEM, TINY)
+    assert 1 < len(valid) < 60, "the test needs a small space"
+    bench = FakeBench()
+    result = run_search(database, problem=TINY_PROBLEM, device=TINY, bench=bench, trials=1000)
+    assert result.exhausted
+    assert sorted(bench.verified) == sorted(valid)
+    assert any("space exhausted" in line for line in result.summary())
+    again = FakeBench()
+    result = run_search(database, problem=TINY_PROBLEM, device=TINY, bench=again, trials=1000)
+    assert again.verified == [], "all of it is stored"
+    assert result.winner, "but it is raced and told again"
+
+
+def test_a_stored_time_answers_for_a_candidate(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a new study (here: of a changed space) what is stored under the same conditions is not measured again."""
+    first, second = FakeBench(), FakeBench()
+    run_search(database, bench=first, trials=10, sampler="exhaustive")
+    monkeypatch.setattr("bwdtune.tuner.search.tuning.space_hash", lambda: "another")
+    result = run_search(database, bench=second, trials=10, sampler="exhaustive")
+    assert second.verified == []
+    assert result.counts.stored == result.counts.decided == 10
+    assert sum("the search space is not that" in note for note in result.notes) == 1
+    assert len(trials(database)) == 20, "the old rows are kept"
+
+
+def test_another_driver_is_measured_anew(database: Path) -> None:
+    first, second = FakeBench(), FakeBench()
+    run_search(database, bench=first, trials=5)
+    run_search(database, bench=second, trials=5, environment=replace(ENVIRONMENT, driver="590.00"))
+    assert set(second.verified) >= {V1, V2, V3}
+
+
+def test_presets_that_are_not_valid_here_are_listed_with_the_reason(database: Path) -> None:
+    result = run_search(database, problem=TINY_PROBLEM, device=TINY, trials=3)
+    notes = {row.kernel: row.note for row in result.rows}
+    assert all("not valid here" in notes[name] for name in PRESETS)
+    assert "shared memory" in notes["v1"]
+
+
+# What is kept, and who may win
+
+
+def test_the_winner_is_the_fastest_of_the_race_and_stored(database: Path) -> None:
+    result = run_search(database, trials=30)
+    winner = stored_winner(database)
+    assert winner
+    assert result.winner
+    assert result.winner.config == winner.config
+    measured = [row for row in result.rows if row.ms and row.config]
+    assert winner.median_ms == min(row.ms for row in measured if row.ms)
+    assert not winner.partial
+    assert {row.kernel for row in result.rows} >= {*PRESETS, *PEERS}
+    times = [row.ms for row in result.rows if row.ms]
+    assert times == sorted(times)
+    assert [row.kernel for row in result.rows[len(times) :]] == ["w128"]  # not valid here: it has no time, and is last
+
+
+def test_every_trial_is_ended_and_names_its_configuration(database: Path) -> None:
+    run_search(database, trials=10, builder=FakeBuilder(broken=lambda config: parameter(config, "stages") == 1))
+    kept = trials(database)
+    assert len(kept) == 10
+    assert all(trial.state.is_finished() for trial in kept)
+    for trial in kept:
+        failed = trial.state is optuna.trial.TrialState.FAIL
+        assert failed == (parameter(parse_config(trial.user_attrs["config"]), "stages") == 1)
+        assert bool(trial.user_attrs["reason"]) == failed
+        assert (trial.values is None) == failed
+
+
+def test_a_wrong_but_fast_candidate_never_wins(database: Path) -> None:
+    def wrong(config: Config) -> bool:
+        return config.block_kv == 32
+
+    result = run_search(
+        database, trials=40, bench=FakeBench(wrong=wrong, cost=lambda config: 0.1 if wrong(config) else cost_ms(config))
+    )
+    winner = stored_winner(database)
+    assert winner
+    assert not wrong(winner.config)
+    assert result.counts.failed > 0
+    assert any("wrong: dq is off" in reason for _, reason in result.failures)
+
+
+def test_a_candidate_that_is_wrong_at_full_size_never_wins(database: Path) -> None:
+    best = min(valid_configs(PROBLEM, H200), key=cost_ms)
+    bench = FakeBench(wrong_at_size=lambda config: cost_ms(config) < cost_ms(V2))
+    result = run_search(database, trials=60, bench=bench)
+    winner = stored_winner(database)
+    assert winner
+    assert cost_ms(winner.config) >= cost_ms(V2)
+    assert best != winner.config
+    assert any("wrong" in row.note for row in result.rows)
+
+
+@pytest.mark.parametrize("time_ms", [math.nan, math.inf, 0.0, -1.0])
+def test_a_time_that_is_none_fails_its_candidate(database: Path, time_ms: float) -> None:
+    bench = FakeBench(
+        cost=lambda config: time_ms if config.block_kv == 64 and config not in (V1, V3) else cost_ms(config)
+    )
+    result = run_search(database, trials=20, bench=bench)
+    winner = stored_winner(database)
+    assert winner
+    assert math.isfinite(winner.median_ms)
+    assert result.counts.failed > 0
+    assert result.counts.failed + result.counts.measured == 20
+
+
+def test_every_candidate_fails(database: Path) -> None:
+    result = run_search(database, trials=8, bench=FakeBench(wrong=lambda config: True))
+    assert result.winner is None
+    assert stored_winner(database) is None
+    assert result.counts.failed == 8
+    assert any("there is no winner" in note for note in result.notes)
+
+
+def test_nothing_compiles(database: Path) -> None:
+    bench = FakeBench()
+    result = run_search(database, trials=8, bench=bench, builder=FakeBuilder(broken=lambda config: True))
+    assert result.winner is None
+    assert bench.verified == []
+    assert len(result.failures) == 8
+    assert all("expected a ';'" in reason for _, reason in result.failures)
+    with closing(Store.open(database)) as store:
+        assert {variant.error for variant in store.show(PROBLEM).failures} == {"error: expected a ';'"}
+
+
+def test_what_the_machine_failed_is_tried_again(database: Path) -> None:
+    full_disk = FakeBuilder(broken=lambda config: True, lasting=False)
+    assert run_search(database, trials=5, builder=full_disk).counts.failed == 5
+    result = run_search(database, trials=5)
+    assert (result.counts.earlier, result.counts.measured) == (0, 5)
+    assert result.winner
+
+
+def test_a_crash_costs_one_candidate(database: Path) -> None:
+    result = run_search(database, trials=12, bench=FakeBench(crashing=lambda config: parameter(config, "swizzle") == 0))
+    assert result.winner
+    assert result.counts.measured + result.counts.failed == 12
+    assert all("SIGSEGV" in reason for _, reason in result.failures)
+
+
+def test_a_crash_in_the_race_costs_one_racer(database: Path) -> None:
+    class Late(FakeBench):
+        def time(self, problem, variants, peers, policy):
+            self.crashing = lambda config: bool(peers) and config == V3
+            return super().time(problem, variants, peers, policy)
+
+    result = run_search(database, trials=6, bench=Late())
+    assert result.winner
+    assert result.winner.config != V3
+    assert next(row for row in result.rows if row.config == V3).note == "its process died of SIGSEGV"
+
+
+def test_spills_over_the_bound_are_refused_but_not_of_presets(database: Path) -> None:
+    def spills(config: Config, arch: str) -> int:
+        return {3: 400, 2: SPILL_BOUND_BYTES + 4}.get(parameter(config, "min_blocks_per_sm"), SPILL_BOUND_BYTES)
+
+    bench = FakeBench()
+    result = run_search(
+        database,
+        trials=60,
+        bench=bench,
+        builder=FakeBuilder(spills=lambda config, arch: 60 if config == V1 else spills(config, arch)),
+    )
+    assert V1 in bench.verified
+    assert not {2, 3} & {parameter(config, "min_blocks_per_sm") for config in bench.verified}
+    assert result.counts.refused > 0
+    assert any("bytes of registers a thread are spilled" in reason for _, reason in result.failures)
+
+
+def test_the_incumbent_is_timed_beside_each_candidate(database: Path) -> None:
+    bench = FakeBench()
+    run_search(database, trials=10, bench=bench)
+    searched = [names for names in bench.timed if not set(names) & set(PEERS)]
+    assert len(searched[0]) == 1
+    for earlier, names in enumerate(searched[1:], start=1):
+        fastest = min(searched[:earlier], key=lambda tried: cost_ms(by_id(tried[0])))[0]
+        assert names[1:] == [fastest]
+
+    again = FakeBench()
+    run_search(database, trials=1, bench=again)
+    fastest = min(searched, key=lambda tried: cost_ms(by_id(tried[0])))[0]
+    assert again.timed[0][1:] == [fastest], "also one that an earlier search has found"
+
+
+def by_id(name: str) -> Config:
+    return next(config for config in valid_configs(PROBLEM, H200) if config.id == name)
+
+
+def test_a_card_that_slows_down_is_told(database: Path) -> None:
+    class Heating(FakeBench):
+        def time(self, problem, variants, peers, policy):
+            self.cost = lambda config: cost_ms(config) * (1.0 + 0.2 * len(self.timed))
+            return super().time(problem, variants, peers, policy)
+
+    told = Told()
+    result = run_search(database, trials=5, bench=Heating(), progress=told)
+    assert any("longer than before" in notice for notice in told.notices)
+    assert any("noisy" in note for note in result.notes)
+
+
+def test_a_worse_search_leaves_a_better_winner(database: Path) -> None:
+    run_search(database, trials=30, seed=1)
+    before = stored_winner(database)
+    run_search(database, trials=3, seed=2)
+    after = stored_winner(database)
+    assert before
+    assert after
+    assert cost_ms(after.config) <= cost_ms(before.config)
+
+
+# Limits
+
+
+def test_limits_keep_to_the_other_card(database: Path) -> None:
+    def spills(config: Config, arch: str) -> int:
+        return 60 if arch == "sm_120a" and (config == V3 or parameter(config, "stages") == 3) else 0
+
+    builder, bench = FakeBuilder(spills=spills), FakeBench(cost=lambda config: 1.0 if config == V3 else cost_ms(config))
+    result = run_search(database, builder=builder, bench=bench, trials=30, limits="sm_120")
+    assert all(refusal(PROBLEM, config, RTX_5090) is None for config in bench.verified)
+    assert all(parameter(config, "stages") != 3 for config in bench.verified)
+    assert V3 in bench.verified, "a preset is a point of reference"
+    winner = stored_winner(database, limits="sm_120")
+    assert winner
+    assert winner.config != V3, "which spills there, and so does not win"
+    assert stored_winner(database) is None, "a winner within limits is none without"
+    assert result.to_dict()["limits"] == "sm_120"
+    assert {arch for _, arch in builder.compiled} == {"sm_90a", "sm_120a"}
+    refused = {config for config, arch in builder.compiled if arch == "sm_120a" and spills(config, arch)} - {V3}
+    assert not refused & {config for config, arch in builder.compiled if arch == "sm_90a"}, "no compile is wasted"
+
+
+# Another card's pace
+
+
+def test_an_emulated_search_ranks_by_cycles(database: Path) -> None:
+    """The slower a fake is by time, the fewer cycles it has."""
+    builder, bench = FakeBuilder(), FakeBench(cycles=lambda config: 4e9 / cost_ms(config))
+    result = run_search(database, builder=builder, bench=bench, trials=20, emulate="sm_120")
+    shown = result.to_dict()
+    assert (shown["emulate"], shown["limits"], shown["winner"]) == ("sm_120", "sm_120", None)
+    ranked = [row for row in result.rows if row.cycles]
+    assert [row.cycles for row in ranked] == sorted(row.cycles for row in ranked if row.cycles)
+    assert shown["emulated_best"]["config"] == ranked[0].config.id
+    assert all((row.emulate, row.ms) == ("sm_120", None) for row in result.rows)
+    assert all(0 < row.tensor_activity < 1 for row in ranked)
+    assert not any(set(names) & set(PEERS) for names in bench.timed), "PyTorch's kernels cannot be emulated"
+    assert all(refusal(PROBLEM, config, RTX_5090) is None for config in bench.verified)
+    for source, arch in builder.sources:
+        assert (source.emulate, arch) in (("sm_120", "sm_90a"), (None, "sm_120a")), (
+            "what spills there is the kernel itself"
+        )
+
+
+def test_the_best_emulated_one_is_kept_apart(database: Path) -> None:
+    first = run_search(database, trials=10, emulate="sm_120")
+    with closing(Store.open(database)) as store:
+        assert store.winners() == []
+        best = store.emulated_best(PROBLEM, ENVIRONMENT.gpu, "sm_120")
+        assert {one.record.kind for one in store.measurements(PROBLEM)} == {"emulated"}
+    assert best
+    assert first.winner
+    assert (best.config, best.cycles) == (first.winner.config, first.winner.cycles)
+    measured = run_search(database, trials=10, limits="sm_120")
+    assert measured.counts.measured == 10, "an emulated result answers for no measurement"
+    again = run_search(database, trials=5, emulate="sm_120")
+    assert again.counts.earlier == 10, "a study of its own goes on"
+
+
+def test_presets_that_spill_there_are_emulated_but_not_the_best(database: Path) -> None:
+    def spills(config: Config, arch: str) -> int:
+        return 60 if arch == "sm_120a" and config == V3 else 100 if config == V2 else 0
+
+    bench = FakeBench(cycles=lambda config: 1e6 if config == V3 else 1e7)
+    result = run_search(database, builder=FakeBuilder(spills=spills), bench=bench, trials=5, emulate="sm_120")
+    assert {row.kernel for row in result.rows if row.cycles} >= {"v2", "v3"}
+    with closing(Store.open(database)) as store:
+        best = store.emulated_best(PROBLEM, ENVIRONMENT.gpu, "sm_120")
+    assert best
+    assert best.config not in (V2, V3), "both spill on a 5090"
+
+
+def test_spare_accumulators_may_spill_a_little(database: Path) -> None:
+    def spills(config: Config, arch: str) -> int:
+        return 0 if arch == "sm_120a" else EMULATED_SPILL_BOUND_BYTES + (config.family != "mma")
+
+    result = run_search(database, builder=FakeBuilder(spills=spills), trials=30, emulate="sm_120")
+    assert result.counts.measured
+    assert {config.family for config, reason in result.failures} == {"mmat"}
+
+
+def test_an_emulated_build_with_fewer_blocks_an_sm_is_refused(database: Path) -> None:
+    """Where shared memory leaves room for two blocks or more of a 5090's SM, registers that only one can have change
+    the pace.
+    """
+
+    def registers(source: Source, arch: str) -> int:
+        return min(65_536 // source.config.threads, 255) if source.emulate else 64
+
+    problem = Problem.parse("8_16_4096_64")
+    builder = FakeBuilder(registers=registers)
+    result = run_search(database, problem=problem, builder=builder, trials=20, sampler="random", emulate="sm_120")
+    refused = [config for config, reason in result.failures if "another kernel's pace" in reason]
+    room = RTX_5090.shared_memory_per_sm_bytes // 2 - RTX_5090.reserved_shared_memory_per_block_bytes
+    assert refused
+    assert all(estimate(problem, config).shared_memory_bytes <= room for config in refused)
+    assert result.counts.measured
+
+
+def test_an_interrupted_emulated_search_keeps_its_best(database: Path) -> None:
+    class Interrupting(FakeBench):
+        def time(self, *arguments):
+            if len(self.timed) == 4:
+                raise KeyboardInterrupt
+            return super().time(*arguments)
+
+    result = run_search(database, bench=Interrupting(), trials=10, emulate="sm_120")
+    assert result.interrupted
+    with closing(Store.open(database)) as store:
+        best = store.emulated_best(PROBLEM, ENVIRONMENT.gpu, "sm_120")
+        assert store.winners() == []
+    assert best
+    assert best.partial
+    assert result.winner
+    assert result.winner.cycles == best.cycles
+
+
+def test_an_emulated_candidate_without_cycles_fails(database: Path) -> None:
+    result = run_search(database, bench=FakeBench(cycles=lambda config: float("nan")), trials=3, emulate="sm_120")
+    assert result.winner is None
+    assert all("nan cycles" in reason for _, reason in result.failures)
+
+
+def test_the_emulated_table_says_so(database: Path) -> None:
+    told = Told()
+    result = run_search(database, trials=5, emulate="sm_120", progress=told)
+    console = Console(width=240)
+    with console.capture() as capture:
+        console.print(result.table())
+    assert "emulated: at the pace of sm_120" in capture.get()
+    assert "best (emulated)" in capture.get() or "v2 (emulated)" in capture.get()
+    assert any("Mcycles, emulated" in status.text() for status in told.statuses)
+
+
+# Time and interrupts
+
+
+def test_the_time_limit_ends_a_search_with_a_race(database: Path) -> None:
+    start = time.monotonic()
+    result = run_search(database, trials=1000, time_s=6, bench=FakeBench(delay_s=0.05))
+    assert time.monotonic() - start < 30
+    assert result.status == "complete"
+    assert 0 < result.counts.decided < 1000
+    assert result.winner
+    assert any("the time is up" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_measured(database: Path, number: signal.Signals) -> None:
+    process = start_slow_search(database)
+    wait_until_decided(process, 4)
+    start = time.monotonic()
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    winner = stored_winner(database)
+    assert winner
+    assert winner.partial
+    assert output.split()[-2:] == ["partial", winner.config.id]
+    kept = trials(database)
+    assert len(kept) >= 4
+    assert all(trial.state.is_finished() for trial in kept)
+    assert winner.median_ms == min(trial.value for trial in kept if trial.value)
+
+    result = run_search(database, trials=4)
+    assert result.counts.earlier == len(kept)
+    winner = stored_winner(database)
+    assert winner
+    assert not winner.partial
+
+
+def test_a_kill_loses_the_running_trial_at_most(database: Path) -> None:
+    process = start_slow_search(database)
+    decided = wait_until_decided(process, 4)
+    process.kill()
+    process.communicate(timeout=30)
+    kept = trials(database)
+    assert len(kept) >= decided
+    assert all(trial.state.is_finished() for trial in kept)
+    bench = FakeBench()
+    result = run_search(database, trials=4, bench=bench)
+    assert result.counts.earlier == len(kept)
+    assert result.winner
+
+
+def start_slow_search(database: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, search_fakes.__file__, str(database), "20", "0.2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"}, **pipes)
+
+
+def wait_until_decided(process: subprocess.Popen[str], count: int) -> int:
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("decided") and int(line.split()[1]) >= count:
+            return int(line.split()[1])
+    raise AssertionError(process.stderr.read() if process.stderr else "")
+
+
+def test_searches_at_once_agree_on_one_winner(database: Path) -> None:
+    command = [sys.executable, search_fakes.__file__, str(database), "12", "0.01"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    winner = stored_winner(database)
+    assert winner
+    with closing(Store.open(database)) as store:
+        assert winner.median_ms == min(measurement.record.median_ms for measurement in store.measurements())
+
+
+# Failures of all
+
+
+def test_a_broken_gpu_ends_the_search_and_keeps_what_there_is(database: Path) -> None:
+    class Breaking(FakeBench):
+        def verify(self, problem, variant):
+            if len(self.verified) == 3:
+                raise WorkerError("the GPU hangs")
+            return super().verify(problem, variant)
+
+    with pytest.raises(WorkerError):
+        run_search(database, bench=Breaking())
+    assert len(trials(database)) == 3
+    winner = stored_winner(database)
+    assert winner
+    assert winner.partial
+
+
+def test_progress_that_nobody_reads_any_more_keeps_what_there_is(database: Path) -> None:
+    class Read(Told):
+        def update(self, status):
+            super().update(status)
+            if status.counts.measured == 3:
+                raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_search(database, progress=Read())
+    winner = stored_winner(database)
+    assert winner
+    assert winner.partial
+
+
+def test_more_jobs_than_candidates_are_no_more_threads(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_JOBS", "999999999")
+    assert run_search(database, trials=5).winner
+
+
+def test_an_unusable_compiler_ends_the_search(database: Path) -> None:
+    def builder(source, arch):
+        raise UsageError("no compiler")
+
+    with pytest.raises(UsageError):
+        run_search(database, builder=builder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"emulate": "sm_121"},
+        {"sampler": "grid"},
+        {"limits": "sm_100"},
+        {"trials": 0},
+        {"trials": -3},
+        {"time_s": 0.0},
+        {"time_s": math.nan},
+        {"time_s": math.inf},
+        {"time_s": 1e300},
+        {"seed": -1},
+        {"seed": 2**40},
+    ],
+)
+def test_impossible_options(options) -> None:
+    with pytest.raises(UsageError):
+        SearchOptions(**options)
+
+
+def test_a_head_dim_that_no_kernel_takes(database: Path) -> None:
+    with pytest.raises(UsageError, match="head_dim 100"):
+        run_search(database, problem=Problem.parse("1_1_64_100"))
+
+
+# With the real process, which can run kernels for the CPU
+
+
+def test_the_real_worker_and_builder(database: Path) -> None:
+    if not shutil.which("g++"):
+        pytest.skip("no host compiler")
+    problem = Problem.parse("1_1_64_16", causal=True)
+    environment = Environment(GpuKey(HOST.name, "0.0"), HOST.arch, "none", find_compiler(HOST.arch).version, "2.11.0")
+    with closing(Store.open(database)) as store, Worker("cpu") as worker:
+        result = search(
+            problem,
+            HOST,
+            store,
+            SearchOptions(trials=3, seed=0),
+            builder=lambda source, arch: build([source], arch, jobs=1)[0],
+            progress=Told(),
+            bench=worker,
+            environment=environment,
+        )
+        assert result.counts.measured == 3, result.failures
+        winner = store.winner(problem, environment.gpu)
+    assert winner
+    assert result.winner
+    assert result.winner.config == winner.config
+    assert {row.note for row in result.rows if row.kernel in PEERS} == {"it runs on a GPU only"}
+
+
+# Without a GPU
+
+
+def test_a_survey_measures_nothing_and_stores_no_winner(database: Path) -> None:
+    def spills(config: Config, arch: str) -> int:
+        return 100 if config.block_q == 128 and arch != HOST.arch else 0
+
+    builder = FakeBuilder(spills=spills, broken=lambda config: parameter(config, "swizzle") == 32)
+    bench = FakeBench(wrong=lambda config: parameter(config, "swizzle") == 64)
+    result = run_search(
+        database, device=RTX_5090, builder=builder, bench=bench, measured=False, trials=60, sampler="random"
+    )
+    counts = result.counts
+    assert result.status == "predicted"
+    assert result.winner is None
+    assert all(row.ms is None and row.predicted_ms and row.config for row in result.rows)
+    assert len(result.rows) == counts.passed == counts.verified
+    assert counts.passed + counts.refused + counts.failed == 60
+    assert {row.kernel for row in result.rows} >= set(valid_presets(PROBLEM, RTX_5090))
+    predicted = [row.predicted_ms for row in result.rows]
+    assert predicted == sorted(predicted)
+    assert any("nothing was timed, and no winner is stored" in line for line in result.summary())
+    assert bench.timed == []
+    with closing(Store.open(database)) as store:
+        assert store.winners() == []
+        assert store.measurements() == []
+        shown = store.show(PROBLEM)
+        assert len(shown.failures) + len(shown.rejected) == counts.failed > 0
+        assert {variant.arch for variant, _ in shown.rejected} == {HOST.arch}
+    assert trials(database) == []
+
+
+def test_a_survey_verifies_what_passed_the_compiler_on_the_cpu(database: Path) -> None:
+    builder, bench = FakeBuilder(), FakeBench(wrong=lambda config: config == V2)
+    result = run_search(database, device=RTX_5090, builder=builder, bench=bench, measured=False, trials=10)
+    compiled = [config for config, arch in builder.compiled if arch == RTX_5090.arch]
+    assert set(bench.verified) == {config for config, arch in builder.compiled if arch == HOST.arch} == set(compiled)
+    assert (V2, "wrong: dq is off") in result.failures
+    assert V2 not in {row.config for row in result.rows}
+    assert (result.counts.verified, result.counts.failed) == (9, 1)
+    assert all(row.max_error is not None for row in result.rows)
+
+
+def test_a_survey_proposes_by_predicted_times(database: Path) -> None:
+    result = run_search(database, device=RTX_5090, measured=False, trials=20)
+    found = [row.config for row in result.rows if row.kernel == "candidate"]
+    presets = set(valid_presets(PROBLEM, RTX_5090).values())
+    expected = [
+        config for config in ranked(PROBLEM, valid_configs(PROBLEM, RTX_5090), RTX_5090) if config not in presets
+    ]
+    assert set(found) == set(expected[: len(found)])
+    drawn = run_search(database, device=RTX_5090, measured=False, trials=20, sampler="random")
+    assert {row.config for row in drawn.rows} != {row.config for row in result.rows}
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["not verified", "verified"])
+def test_a_survey_lists_the_same_again(database: Path, measured: bool) -> None:
+    options = {"device": RTX_5090, "measured": False, "trials": 10, "bench": FakeBench() if measured else None}
+    first, second = (run_search(database, **options).rows for _ in range(2))
+    assert first == second
+    assert all((row.max_error is None) != measured for row in first)
+
+
+def test_an_interrupted_survey_lists_what_has_passed(database: Path) -> None:
+    class Interrupted(FakeBench):
+        def verify(self, problem: Problem, variant: Variant) -> VerificationRecord:
+            if len(self.verified) == 3:
+                raise KeyboardInterrupt
+            return super().verify(problem, variant)
+
+    result = run_search(database, device=RTX_5090, bench=Interrupted(), measured=False)
+    assert result.status == "partial"
+    assert result.interrupted
+    assert len(result.rows) == result.counts.verified == 3
+
+
+class Unable(FakeBuilder):
+    """A machine without a C++ compiler for the CPU."""
+
+    def __call__(self, source: Source, arch: str) -> Variant:
+        if arch == HOST.arch:
+            raise ToolchainError("no C++ compiler")
+        return super().__call__(source, arch)
+
+
+class Unstartable(FakeBench):
+    """A machine without PyTorch, say."""
+
+    def verify(self, problem: Problem, variant: Variant) -> VerificationRecord:
+        raise WorkerError("the process does not start")
+
+
+@pytest.mark.parametrize(
+    ("builder", "bench", "reason"),
+    [
+        (Unable(), FakeBench(), "no C++ compiler"),
+        (FakeBuilder(), Unstartable(), "the process does not start"),
+    ],
+)
+def test_a_machine_that_cannot_verify_fails_no_candidate(
+    database: Path, builder: FakeBuilder, bench: FakeBench, reason: str
+) -> None:
+    result = run_search(database, device=RTX_5090, builder=builder, bench=bench, measured=False, trials=6)
+    assert (result.counts.passed, result.counts.verified) == (6, 0)
+    assert f"gradients could not be verified on the CPU: {reason}" in result.notes
+    assert any("these candidates passed the compiler gate;" in note for note in result.notes)
+
+
+def test_a_build_for_the_cpu_that_fails_is_told_in_its_row(database: Path) -> None:
+    class Failing(FakeBuilder):
+        def __call__(self, source: Source, arch: str) -> Variant:
+            self.broken = lambda config: arch == HOST.arch and config == V1
+            return super().__call__(source, arch)
+
+    result = run_search(database, device=RTX_5090, builder=Failing(), bench=FakeBench(), measured=False, trials=1)
+    (row,) = result.rows
+    assert row.config == V1
+    assert row.max_error is None
+    assert row.note == "not verified: host: error: expected a ';'"
+
+
+def test_an_emulated_survey_predicts_cycles_and_verifies_the_kernel_itself(database: Path) -> None:
+    builder = FakeBuilder()
+    result = run_search(database, builder=builder, bench=FakeBench(), measured=False, trials=6, emulate="sm_120")
+    assert all(row.predicted_ms is None and row.predicted_cycles for row in result.rows)
+    assert {source.probed for source, arch in builder.sources if arch == HOST.arch} == {False}
+    assert "predicted Mcycles" in text_of(result)
+
+
+def test_a_crash_on_the_cpu_costs_one_candidate(database: Path) -> None:
+    """With the real process, and real builds for the CPU; v2 reads where nothing is."""
+
+    def builder(source: Source, arch: str) -> Variant:
+        if arch != HOST.arch:
+            return FakeBuilder()(source, arch)
+        if source.config == V2:
+            line = "float delta = 0.0f;"
+            assert line in source.text
+            source = replace(source, text=source.text.replace(line, "float delta = *(volatile float*)8;"))
+        return build([source], arch, jobs=1)[0]
+
+    problem = Problem.parse("1_1_64_32")
+    with Worker("cpu") as worker, closing(Store.open(database)) as store:
+        options = SearchOptions(trials=2)
+        result = search(problem, RTX_5090, store, options, builder=builder, progress=Told(), bench=worker)
+    assert (V2, "on the CPU: its process died of SIGSEGV") in result.failures
+    assert result.counts.verified == 1
+
+
+# What people and programs read
+
+
+def test_json_has_stable_names(database: Path) -> None:
+    data = run_search(database, trials=5).to_dict()
+    assert {"gpu", "driver", "torch", "nvcc", "shape", "causal", "dtype", "limits", "winner", "rows", "status"} <= set(
+        data
+    )
+    assert {"compile", "verify", "time", "overhead", "total"} == set(data["seconds"])
+    names = {"kernel", "config", "family", "ms", "tflops", "percent_of_peak", "max_error", "registers", "spill_bytes"}
+    assert all(names <= set(row) for row in data["rows"])
+    best = data["winner"]
+    assert best["tflops"] == pytest.approx(PROBLEM.flops / best["ms"] / 1e9)
+    assert best["percent_of_peak"] == pytest.approx(100 * best["tflops"] / H200.peak_tflops)
+
+
+def test_the_json_of_a_survey_has_stable_names(database: Path) -> None:
+    data = run_search(database, device=RTX_5090, bench=FakeBench(), measured=False, trials=6).to_dict()
+    assert (data["status"], data["winner"], data["counts"]["verified"]) == ("predicted", None, 6)
+    for row in data["rows"]:
+        assert row["predicted_ms"] > 0
+        assert row["predicted_cycles"] > 0
+        assert row["max_error"] == pytest.approx(0.002)
+        assert (row["ms"], row["tflops"]) == (None, None)
+
+
+def text_of(result: SearchResult) -> str:
+    """The table as people see it."""
+    console = Console(width=240)
+    with console.capture() as capture:
+        console.print(result.table())
+    return capture.get()
+
+
+def test_the_table_of_a_survey_says_predicted_and_what_was_verified(database: Path) -> None:
+    verified = text_of(run_search(database, device=RTX_5090, bench=FakeBench(), measured=False, trials=6))
+    assert "predicted ms" in verified
+    assert "2.0e-03" in verified
+    assert "not verified" in text_of(run_search(database, device=RTX_5090, measured=False, trials=6))
+
+
+def test_the_table_names_winner_presets_and_peers(database: Path) -> None:
+    console = Console(width=240)
+    with console.capture() as capture:
+        console.print(run_search(database, trials=20, bench=FakeBench(cost=lambda config: 2 + config.block_q)).table())
+    text = capture.get()
+    for name in ("best", "v1", "v2", "v3", "fa", "cudnn", "TFLOPS", "% of peak"):
+        assert name in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_tells_the_best_so_far_and_what_fell(database: Path, terminal: bool) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=100)
+    progress = progress_for(console)
+    builder = FakeBuilder(broken=lambda config: parameter(config, "stages") == 1)
+    result = run_search(database, trials=12, progress=progress, builder=builder)
+    text = stream.getvalue()
+    assert result.winner
+    assert result.winner.config
+    assert "12/12" in text
+    assert f"best {result.winner.ms:.3f} ms" in text
+    assert f"failed {result.counts.failed}" in text
+    assert all(f"{config.id}: {reason}" in text for config, reason in result.failures)
+    assert ("\x1b[" in text) == terminal
+
+
+def test_overhead_is_small(database: Path) -> None:
+    """All but compiling, checking and timing: told, and little for each candidate."""
+    start = time.process_time()  # a busy machine does not matter
+    result = run_search(database, trials=60, bench=FakeBench(delay_s=0.005))
+    assert (time.process_time() - start) / 60 < 0.15
+    assert result.seconds["total"] == pytest.approx(sum(result.seconds.values()) - result.seconds["total"])
+    assert any("overhead" in line for line in result.summary())
+
+
+def test_the_winner_of_another_card_is_left_alone(database: Path) -> None:
+    run_search(database, trials=4)
+    other = replace(H200, name="NVIDIA H100 80GB HBM3")
+    run_search(database, trials=4, device=other)
+    with closing(Store.open(database)) as store:
+        assert {winner.environment.gpu for winner in store.winners()} == {
+            ENVIRONMENT.gpu,
+            GpuKey("NVIDIA H100 80GB HBM3", "9.0"),
+        }
+        assert {measurement.record.policy for measurement in store.measurements()} >= {SEARCH_POLICY.id}

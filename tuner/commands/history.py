@@ -1,0 +1,258 @@
+"""What the database holds, as tables and as JSON: ``tuner list`` and ``tuner show``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ...db.records import EMULATED, EmulatedBest, Environment, ProblemHistory, StoredMeasurement, Winner
+from ...db.shipped import Shipped
+from ...db.shipped import shipped_to_dict as _shipped_row
+from ...gen.config import preset_name
+from ...gen.problem import Problem
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+_PROBLEM_HEADINGS = ("shape", "dtype", "mask")
+
+
+def winner_to_dict(winner: Winner) -> dict[str, Any]:
+    """A winner as JSON."""
+    return {
+        "origin": "stored",
+        **winner.problem.to_dict(),
+        "limits": winner.limits,
+        **_environment_to_dict(winner.environment),
+        "config": winner.config.id,
+        "family": winner.config.family,
+        "ms": winner.median_ms,
+        "low_ms": winner.low_ms,
+        "high_ms": winner.high_ms,
+        "tflops": _tflops(winner),
+        "max_error": winner.max_error,
+        "registers": winner.registers,
+        "spill_bytes": winner.spill_bytes,
+        "shared_memory_bytes": winner.shared_memory_bytes,
+        "partial": winner.partial,
+        "policy": winner.policy,
+        "source_hash": winner.source_hash,
+        "template_hash": winner.template_hash,
+        "created_at": winner.created_at.isoformat(),
+    }
+
+
+def winners_table(winners: Sequence[Winner]) -> Table:
+    """One row a winner."""
+    from rich.table import Table
+
+    table = Table(title="winners")
+    for heading in (*_PROBLEM_HEADINGS, "GPU", "limits", "configuration"):
+        table.add_column(heading)
+    for heading in ("ms", "TFLOPS", "max error"):
+        table.add_column(heading, justify="right")
+    table.add_column("found")
+    for winner in winners:
+        table.add_row(
+            *_problem_cells(winner.problem),
+            winner.environment.gpu.name,
+            winner.limits or "-",
+            winner.config.id,
+            f"{winner.median_ms:.3f}",
+            f"{_tflops(winner):.1f}",
+            f"{winner.max_error:.1e}",
+            _found(winner),
+        )
+    return table
+
+
+def best_to_dict(best: EmulatedBest) -> dict[str, Any]:
+    """A best emulated configuration as JSON."""
+    return {
+        "origin": "emulated",
+        **best.problem.to_dict(),
+        "emulate": best.target,
+        **_environment_to_dict(best.environment),
+        "config": best.config.id,
+        "family": best.config.family,
+        "cycles": best.cycles,
+        "max_error": best.max_error,
+        "registers": best.registers,
+        "spill_bytes": best.spill_bytes,
+        "partial": best.partial,
+        "policy": best.policy,
+        "source_hash": best.source_hash,
+        "template_hash": best.template_hash,
+        "created_at": best.created_at.isoformat(),
+    }
+
+
+def bests_table(bests: Sequence[EmulatedBest]) -> Table:
+    """One row a best emulated configuration."""
+    from rich.table import Table
+
+    table = Table(title="best emulated configurations: not measured on these cards, and used by nothing")
+    for heading in (*_PROBLEM_HEADINGS, "emulated", "on", "configuration"):
+        table.add_column(heading)
+    for heading in ("Mcycles", "max error"):
+        table.add_column(heading, justify="right")
+    table.add_column("found")
+    for best in bests:
+        table.add_row(
+            *_problem_cells(best.problem),
+            best.target,
+            best.environment.gpu.name,
+            best.config.id,
+            f"{best.cycles / 1e6:.3f}",
+            f"{best.max_error:.1e}",
+            _found(best),
+        )
+    return table
+
+
+def shipped_to_dict(shipped: Shipped) -> dict[str, Any]:
+    """A shipped configuration as JSON."""
+    return {
+        "origin": "shipped",
+        **_shipped_row(shipped),
+        **shipped.problem.to_dict(),
+        "config": shipped.config.id,
+        "family": shipped.config.family,
+    }
+
+
+def shipped_table(rows: Sequence[Shipped]) -> Table:
+    """One row a shipped configuration."""
+    from rich.table import Table
+
+    table = Table(title="shipped: used where nothing is stored")
+    for heading in (*_PROBLEM_HEADINGS, "for", "configuration", "where it comes from"):
+        table.add_column(heading)
+    for heading in ("ms", "Mcycles", "max error"):
+        table.add_column(heading, justify="right")
+    table.add_column("found")
+    for row in rows:
+        table.add_row(
+            *_problem_cells(row.problem),
+            row.gpu.name,
+            row.config.id,
+            row.origin,
+            "-" if row.ms is None else f"{row.ms:.3f}",
+            "-" if row.cycles is None else f"{row.cycles / 1e6:.3f}",
+            f"{row.max_error:.1e}",
+            row.date,
+        )
+    return table
+
+
+def history_to_dict(history: ProblemHistory) -> dict[str, Any]:
+    """The JSON of ``tuner show --json``."""
+    return {
+        **history.problem.to_dict(),
+        "winners": [winner_to_dict(winner) for winner in history.winners],
+        "measurements": [_measurement_to_dict(measurement) for measurement in history.measurements],
+        "failures": [
+            {"config": variant.config.id, "arch": variant.arch, "gate": gate, "reason": reason}
+            for variant, gate, reason in _failures(history)
+        ],
+    }
+
+
+def history_tables(history: ProblemHistory) -> list[Table]:
+    """Winners, measurements and failures of a problem; what there is none of has no table."""
+    tables = [winners_table(history.winners)] if history.winners else []
+    if history.measurements:
+        tables.append(_measurements_table(history.measurements))
+    if history.failures or history.rejected:
+        tables.append(_failures_table(history))
+    return tables
+
+
+def _measurements_table(measurements: Sequence[StoredMeasurement]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="measurements, fastest first")
+    table.add_column("configuration")
+    table.add_column("GPU")
+    table.add_column("limits")
+    for heading in ("ms", "low to high", "Mcycles", "samples", "max error", "registers", "spills, bytes"):
+        table.add_column(heading, justify="right")
+    table.add_column("policy")
+    for measurement in measurements:
+        record, variant, verification = measurement.record, measurement.variant, measurement.verification
+        emulated = record.kind == EMULATED
+        table.add_row(
+            preset_name(variant.config) or variant.config.id,
+            record.environment.gpu.name,
+            f"{record.limits} (emulated)" if emulated else record.limits or "-",
+            "-" if emulated else f"{record.median_ms:.3f}",
+            "-" if emulated else f"{record.low_ms:.3f} to {record.high_ms:.3f}",
+            "-" if record.cycles is None else f"{record.cycles / 1e6:.3f}",
+            f"{record.samples}",
+            f"{verification.max_error:.1e}" if verification else "not verified",
+            "-" if variant.registers is None else f"{variant.registers}",
+            "-" if variant.spill_bytes is None else f"{variant.spill_bytes:,}",
+            record.policy,
+        )
+    return table
+
+
+def _failures_table(history: ProblemHistory) -> Table:
+    from rich.table import Table
+
+    table = Table(title="failures")
+    for heading in ("configuration", "arch", "gate", "reason"):
+        table.add_column(heading)
+    for variant, gate, reason in _failures(history):
+        table.add_row(variant.config.id, variant.arch, gate, reason)
+    return table
+
+
+def _failures(history: ProblemHistory) -> list[tuple[Any, str, str]]:
+    compiler = [(variant, "compiler", variant.error or variant.status) for variant in history.failures]
+    return compiler + [(variant, "numbers", verification.reason) for variant, verification in history.rejected]
+
+
+def _measurement_to_dict(measurement: StoredMeasurement) -> dict[str, Any]:
+    record, variant, verification = measurement.record, measurement.variant, measurement.verification
+    emulated = record.kind == EMULATED
+    return {
+        "config": variant.config.id,
+        "family": variant.config.family,
+        **_environment_to_dict(record.environment),
+        "limits": record.limits,
+        "kind": record.kind,
+        "policy": record.policy,
+        "ms": None if emulated else record.median_ms,
+        "low_ms": None if emulated else record.low_ms,
+        "high_ms": None if emulated else record.high_ms,
+        "cycles": record.cycles,
+        "samples": record.samples,
+        "verified": bool(verification and verification.passed),
+        "max_error": verification.max_error if verification and verification.passed else None,
+        "registers": variant.registers,
+        "spill_bytes": variant.spill_bytes,
+        "shared_memory_bytes": variant.shared_memory_bytes,
+        "created_at": measurement.created_at.isoformat(),
+    }
+
+
+def _problem_cells(problem: Problem) -> tuple[str, str, str]:
+    """Under `_PROBLEM_HEADINGS`."""
+    return problem.shape, problem.dtype, problem.features_label
+
+
+def _found(best: Winner | EmulatedBest) -> str:
+    return f"{best.created_at:%Y-%m-%d %H:%M}{' (partial)' if best.partial else ''}"
+
+
+def _tflops(winner: Winner) -> float:
+    return winner.problem.flops / winner.median_ms / 1e9
+
+
+def _environment_to_dict(environment: Environment) -> dict[str, Any]:
+    values = asdict(environment)
+    gpu = values.pop("gpu")
+    return {"gpu": gpu["name"], "compute_capability": gpu["capability"], "nvcc": values.pop("toolkit"), **values}

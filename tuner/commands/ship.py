@@ -1,0 +1,118 @@
+"""From a database to the table of configurations that a version ships: ``tuner ship``."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...db.records import EMULATED, MEASURED, EmulatedBest, Winner
+from ...db.shipped import Shipped, write_shipped
+from ...gen.device import device_for_arch
+from ...gen.emulation import EMULATED as CARDS
+from ...gen.problem import BOTTOM_RIGHT, WINDOW, Problem
+from ...gen.render import render
+from ...runtime.gpu import gpu_key
+
+if TYPE_CHECKING:
+    from ...db.store import Store
+
+
+@dataclass(frozen=True)
+class ShippedTable:
+    """What was written.
+
+    Attributes:
+        path: Where.
+        rows: What is shipped.
+        left_out: What is stored and not shipped, each with the reason, in one line.
+    """
+
+    path: Path
+    rows: tuple[Shipped, ...]
+    left_out: tuple[str, ...]
+
+
+def ship(store: Store, path: Path | None = None, *, interrupted: bool = False) -> ShippedTable:
+    """Writes the table from a database's winners on their own cards, and its best emulated configurations.
+
+    Left out are winners that kept to another card's limits, the best of interrupted searches unless they are asked for,
+    and those whose source is not what today's templates make.
+
+    Args:
+        store: The database.
+        path: The table; None for the package's own.
+        interrupted: Whether the best of interrupted searches is good enough: verified and timed it was, too.
+    """
+    rows, left_out = [], []
+    for winner in store.winners():
+        reason = _why_not(winner, render(winner.problem, winner.config).hash, interrupted)
+        if winner.limits:
+            reason = f"it kept to the limits of {winner.limits}"
+        if reason:
+            left_out.append(f"{winner.problem.label} on {winner.environment.gpu.name} is left out: {reason}")
+        else:
+            rows.append(_measured(winner))
+    for best in store.emulated_bests():
+        card = device_for_arch(best.environment.arch)
+        reason = _why_not(best, render(best.problem, best.config, emulate=best.target, card=card).hash, interrupted)
+        if reason:
+            left_out.append(f"{best.problem.label} emulated for {best.target} is left out: {reason}")
+        else:
+            rows.append(_emulated(best))
+    return ShippedTable(write_shipped(rows, path), tuple(rows), tuple(left_out))
+
+
+def _why_not(best: Winner | EmulatedBest, source_hash: str, interrupted: bool) -> str:
+    if best.partial and not interrupted:
+        return "its search was interrupted"
+    if best.source_hash != source_hash:
+        return "the templates have changed since: search again"
+    return ""
+
+
+def _measured(winner: Winner) -> Shipped:
+    return Shipped(
+        problem=winner.problem,
+        config=winner.config,
+        gpu=winner.environment.gpu,
+        kind=MEASURED,
+        environment=winner.environment,
+        policy=winner.policy,
+        date=winner.created_at.isoformat(timespec="seconds"),
+        command=_command(winner.problem),
+        ms=winner.median_ms,
+        cycles=None,
+        max_error=winner.max_error,
+        source_hash=winner.source_hash,
+        template_hash=winner.template_hash,
+    )
+
+
+def _emulated(best: EmulatedBest) -> Shipped:
+    return Shipped(
+        problem=best.problem,
+        config=best.config,
+        gpu=gpu_key(CARDS[best.target]),
+        kind=EMULATED,
+        environment=best.environment,
+        policy=best.policy,
+        date=best.created_at.isoformat(timespec="seconds"),
+        command=_command(best.problem, "--emulate", best.target),
+        ms=None,
+        cycles=best.cycles,
+        max_error=best.max_error,
+        source_hash=render(best.problem, best.config).hash,
+        template_hash=best.template_hash,
+    )
+
+
+def _command(problem: Problem, *options: str) -> str:
+    asked = ["--causal"] if problem.causal else []
+    if problem.mask == WINDOW:
+        asked.append(f"--window={problem.window_left},{problem.window_right}")  # a limit may begin with a minus
+    if problem.bottom_right:
+        asked += ["--alignment", BOTTOM_RIGHT]
+    asked += [f"--{flag}" for flag in ("softcap", "varlen", "deterministic") if getattr(problem, flag)]
+    return shlex.join(["tuner", "search", "--shape", problem.shape, *asked, "--dtype", problem.dtype, *options])

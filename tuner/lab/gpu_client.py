@@ -1,0 +1,251 @@
+"""The parent of the process that owns the GPU: a crash, a sticky CUDA error or a hang costs one candidate only."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from ...db.records import VerificationRecord
+from ...gen.build.jobs import Variant
+from ...gen.errors import BwdtuneError
+from ...gen.problem import Problem
+from .timing import Policy, Timings
+
+START_LIMIT_S = 300.0
+REQUEST_LIMIT_S = 120.0
+CPU_REQUEST_LIMIT_S = 600.0  # where large groups of heads and a busy machine take their time
+_END_LIMIT_S = 10.0
+
+
+class CandidateError(BwdtuneError):
+    """A candidate crashed, hung or was refused by the GPU; the others can go on.
+
+    Attributes:
+        candidate: The configuration's id, where it is known which of several it was.
+    """
+
+    def __init__(self, reason: str, candidate: str | None = None) -> None:
+        super().__init__(reason)
+        self.candidate = candidate
+
+
+class WorkerError(BwdtuneError):
+    """The process does not start, or the GPU cannot run the problem: no candidate's fault."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the child is asked for: a method of its bench, and the arguments."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Running:
+    """Said by the child before its answer: a kernel runs for the first time, or (None) all of them have run."""
+
+    name: str | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the child replies to a request.
+
+    Attributes:
+        result: What was asked for.
+        failure: One line: why the candidate failed.
+        sick: The device no longer works for the child, which must be replaced.
+        fatal: One line: why no candidate can succeed.
+        candidate: Whose failure it is, where that is known.
+    """
+
+    result: Any = None
+    failure: str = ""
+    sick: bool = False
+    fatal: str = ""
+    candidate: str | None = None
+
+
+class Worker:
+    """Verifies and times variants in a child process: started when it is needed, replaced when it is broken.
+
+    Not safe between threads. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, device: str = "cuda:0", *, limit_s: float | None = None) -> None:
+        """Args:
+        device: ``cuda:0`` and so on, or ``cpu`` for variants of the arch ``host``.
+        limit_s: A request that takes longer is ended, and its candidate has failed; None for what suits the device.
+        """
+        self._device = device
+        self._limit_s = limit_s or (CPU_REQUEST_LIMIT_S if device == "cpu" else REQUEST_LIMIT_S)
+        self._child: _Child | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the child."""
+        if self._child:
+            child, self._child = self._child, None
+            child.end()
+
+    def verify(self, problem: Problem, variant: Variant) -> VerificationRecord:
+        """Checks a variant's numbers on small problems of the same kind. See `verify.Verifier`.
+
+        Raises:
+            CandidateError: It crashed or hung.
+            WorkerError: Nothing can be verified.
+        """
+        result: VerificationRecord = self._ask("verify", problem, [variant])
+        return result
+
+    def verify_at(self, problem: Problem, variant: Variant) -> VerificationRecord:
+        """Checks a variant's numbers at the problem's own sizes.
+
+        Raises:
+            CandidateError: It crashed or hung.
+            WorkerError: Nothing can be verified.
+        """
+        result: VerificationRecord = self._ask("verify_at", problem, [variant])
+        return result
+
+    def time(self, problem: Problem, variants: Sequence[Variant], peers: Sequence[str], policy: Policy) -> Timings:
+        """Times variants and PyTorch's own kernels against each other.
+
+        Args:
+            problem: The sizes.
+            variants: Known in the result by their configuration's id.
+            peers: Of ``fa`` and ``cudnn``; one that does not run is in the result's ``unavailable``.
+            policy: How.
+
+        Raises:
+            CandidateError: One of the variants crashed, hung or left its outputs unwritten.
+            WorkerError: Nothing can be timed.
+        """
+        unavailable: dict[str, str] = {}
+        while True:
+            remaining = tuple(name for name in peers if name not in unavailable)
+            try:
+                timings: Timings = self._ask("time", problem, variants, remaining, policy)
+            except CandidateError as error:
+                if error.candidate not in remaining:
+                    raise
+                unavailable[error.candidate] = str(error)
+            else:
+                return replace(timings, unavailable={**unavailable, **timings.unavailable})
+
+    def _ask(self, method: str, problem: Problem, variants: Sequence[Variant], *arguments: Any) -> Any:
+        libraries = {}
+        for variant in variants:
+            if not variant.library:
+                raise CandidateError(f"it was not compiled: {variant.error}", variant.source.config.id)
+            libraries[variant.source.config.id] = variant.library
+        try:
+            if not self._child:
+                self._child = _Child(self._device)
+            answer = self._child.ask(Request(method, (problem, libraries, *arguments)), self._limit_s)
+        except BaseException:  # an interrupt too: the child's answer would be taken for that to the next request
+            self.close()
+            raise
+        if answer.sick:
+            self.close()
+        if answer.fatal:
+            raise WorkerError(answer.fatal)
+        if answer.failure:
+            raise CandidateError(answer.failure, answer.candidate)
+        return answer.result
+
+
+class _Child:
+    """One child process."""
+
+    def __init__(self, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(theirs, device), name="bwdtune-gpu", daemon=True)
+        with _interrupts_blocked():  # inherited by the child, which Ctrl-C reaches too, maybe before it can ignore it
+            self._process.start()
+        theirs.close()
+        self._started = False
+
+    def ask(self, request: Request, limit_s: float) -> Answer:
+        """Sends a request and waits for its answer.
+
+        Raises:
+            CandidateError: The child died or took too long. It cannot be asked again.
+            WorkerError: It did not start.
+        """
+        if not self._started:
+            try:
+                answer = self._receive(START_LIMIT_S)
+            except CandidateError as error:
+                raise WorkerError(f"the process that runs kernels does not start: {error}") from None
+            if answer.fatal:
+                return answer
+            self._started = True
+        self._connection.send(request)
+        return self._receive(limit_s)
+
+    def end(self) -> None:
+        """Ends the process, whatever it is doing.
+
+        Raises:
+            WorkerError: It cannot be ended, because the driver holds it.
+        """
+        self._process.kill()
+        self._process.join(_END_LIMIT_S)
+        if self._process.is_alive():
+            raise WorkerError(f"process {self._process.pid} cannot be ended: the GPU hangs and must be reset")
+        self._process.close()
+        self._connection.close()
+
+    def _receive(self, limit_s: float) -> Answer:
+        deadline = time.monotonic() + limit_s
+        running: str | None = None
+        while True:
+            ready = wait([self._connection, self._process.sentinel], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise CandidateError(f"it hung: no answer in {limit_s:g} s", running)
+            try:
+                message = self._connection.recv()
+            except (EOFError, ConnectionError):
+                self._process.join(_END_LIMIT_S)
+                raise CandidateError(f"its process {_ending(self._process.exitcode)}", running) from None
+            if isinstance(message, Answer):
+                return replace(message, candidate=running)
+            running = message.name
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        try:
+            return f"died of {signal.Signals(-exit_code).name}"
+        except ValueError:
+            return f"died of signal {-exit_code}"
+    return f"ended with status {exit_code}"
+
+
+def _run(connection: Connection, device: str) -> None:
+    from .gpu_worker import main  # loads PyTorch, which the parent does not need
+
+    main(connection, device)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

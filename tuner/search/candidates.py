@@ -1,0 +1,381 @@
+"""The road of a candidate: proposed, compiled ahead, held to the compiler gate, decided, and told to the sampler."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ...db.records import Environment, VariantRecord
+from ...gen.build.jobs import Variant, job_limit
+from ...gen.config import Config, preset_name
+from ...gen.device import Device
+from ...gen.emulation import emulation
+from ...gen.problem import Problem
+from ...gen.render import Source, render, template_hash
+from ...gen.resources import blocks_per_sm, estimate, occupancy
+from ...gen.space import refusals, valid_configs
+from ..interrupts import Interrupts
+from .compilers import Compilers
+from .options import LIMITS, SearchOptions
+from .proposals import Outcome, Proposal, Proposals
+from .report import Counts, PhaseClock, Progress, Row, SearchResult, Status, kinds_of_refusal
+
+if TYPE_CHECKING:
+    from ...db.store import Store
+
+SPILL_BOUND_BYTES = 32
+"""Spill stores and loads that the compiler gate lets pass: four registers, stored and loaded once. ptxas puts so few
+outside the main loop, where their cost cannot be measured; more of them lie in it and are paid for with every tile."""
+
+EMULATED_SPILL_BOUND_BYTES = 128
+"""The same of an emulated build, whose dummy mma take eight registers that the kernel itself does not need: a few of a
+kernel that uses all of them are then spilled, and take a hundredth of a slowed tile's time at most. The kernel itself
+may not spill."""
+
+LOOK_AHEAD = 24
+"""Candidates that are proposed and not yet decided: enough to keep 16 compilers busy and a few candidates ready for the
+GPU. A constant, because what a sampler proposes depends on it: one seed is to be one search, on any number of cores."""
+
+Builder = Callable[[Source, str], Variant]
+"""Compiles a source for a target. Several threads call it at once."""
+
+
+@dataclass
+class Candidate:
+    """A configuration on its way.
+
+    Attributes:
+        config: The configuration.
+        source: Its source.
+        proposal: The trial that waits for it; None for one that is compiled for the final race.
+        outcome: What became of it, once that is known.
+    """
+
+    config: Config
+    source: Source
+    proposal: Proposal | None = None
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compilers made of a candidate.
+
+    Attributes:
+        variant: For the card; None where the target of the limits refused it already.
+        limits_variant: For the target of the limits; None where there are none.
+        refused: That it was refused or did not compile; None where it passed the gate.
+        host_variant: For the CPU; None where nothing is verified there.
+    """
+
+    variant: Variant | None
+    limits_variant: Variant | None
+    refused: Outcome | None
+    host_variant: Variant | None = None
+
+
+class CandidateSearch(ABC):
+    """What every search shares. Its subclasses say what is known of a candidate, and what decides it.
+
+    Args:
+        problem: What is to be computed.
+        device: The card, or the one that stands for a compile target.
+        store: Where results go.
+        options: See `SearchOptions`.
+        builder: Compiles.
+        progress: Is told how it goes.
+
+    Raises:
+        UsageError: No configuration is valid for the problem.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        store: Store,
+        options: SearchOptions,
+        builder: Builder,
+        progress: Progress,
+    ) -> None:
+        self.clock = PhaseClock()
+        self.problem, self.device, self.store, self.options = problem, device, store, options
+        self.space_device = LIMITS[options.within] if options.within else device
+        if options.emulate:
+            emulation(options.emulate, device)  # refuses a card that cannot
+        self.configs = valid_configs(problem, self.space_device)
+        refused = refusals(problem, self.space_device)
+        self.counts = Counts(valid=len(self.configs), refused_by_arithmetic=refused.total())
+        self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed
+        self.notes: list[str] = []
+        self.best: tuple[Config, float] | None = None
+        self._refusals = kinds_of_refusal(refused, self.space_device)
+        self._failures: dict[Config, str] = {}
+        self.builder, self._progress = builder, progress
+        self._interrupts = Interrupts()
+        self._total = 0
+
+    def run(self) -> SearchResult:
+        """Searches. See `search.search`."""
+        # Of more threads than candidates are compiled ahead, some would never have anything to do.
+        threads = min(job_limit(os.environ), LOOK_AHEAD)
+        self._compilers: Compilers[Candidate, Compiled] = Compilers(self.compile, threads)
+        with self._interrupts, self._progress:
+            try:
+                return self.find()
+            finally:
+                self._compilers.close()
+
+    @abstractmethod
+    def find(self) -> SearchResult:
+        """Does the work; `try_candidates` and `wait` may raise KeyboardInterrupt."""
+
+    @abstractmethod
+    def known_outcome(self, candidate: Candidate) -> Outcome | None:
+        """What is stored about a candidate that was just proposed; None has it compiled."""
+
+    def compile(self, candidate: Candidate) -> Compiled:
+        """The compiler gate. Runs in the compilers' threads."""
+        exempt = preset_name(candidate.config) is not None  # presets are what the others are measured against
+        limits_variant = None
+        if self.options.within:
+            plain = render(self.problem, candidate.config)
+            limits_variant = self.builder(plain, LIMITS[self.options.within].arch)
+            refused = _refused(limits_variant, spill_bound_bytes=0)
+            if refused and not exempt:
+                return Compiled(None, limits_variant, refused)
+        variant = self.builder(candidate.source, self.device.arch)
+        bound = EMULATED_SPILL_BOUND_BYTES if self.options.emulate else SPILL_BOUND_BYTES
+        refused = _refused(variant, None if exempt else bound)
+        if limits_variant and self.options.emulate and not exempt:
+            refused = refused or self._fewer_blocks(variant, limits_variant)
+        return Compiled(variant, limits_variant, refused)
+
+    @abstractmethod
+    def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
+        """What becomes of a candidate that the compilers have done with."""
+
+    @abstractmethod
+    def settled(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Takes note of a decision."""
+
+    def try_candidates(self, proposals: Proposals) -> None:
+        """Decides candidates until the trials, the time or the space is used up.
+
+        They are decided in the order in which they are compiled, but told to the sampler in the order in which they
+        were proposed, and each proposal follows a fixed number of outcomes. So the proposals depend on the seed and
+        the outcomes alone, and not on which compiler was quick.
+        """
+        self._total = min(self.options.trials, proposals.remaining)
+        waiting: deque[Candidate] = deque()
+        proposed = 0
+        self.tell("searching")
+        while not self._time_is_up():
+            while len(waiting) < LOOK_AHEAD and proposed < self._total:
+                waiting.append(self._propose(proposals))
+                proposed += 1
+            if not waiting:
+                return
+            if waiting[0].outcome:
+                # One, and then the next proposal: how many are decided by now depends on the compilers.
+                _tell(proposals, waiting.popleft())
+            elif done := self._next_compiled(self._time_left_s()):
+                self._settle(done[0], self.decide(*done))
+        self.notes.append(f"the time is up: {self._total - self.counts.decided} trials are left for the next search")
+
+    def compile_all(self, configs: Iterable[Config]) -> dict[Config, Compiled]:
+        """Compiles configurations outside of the trials; in the order of `configs`."""
+        wanted = dict.fromkeys(configs)
+        self._compilers.forget_waiting()
+        for config in wanted:
+            self._compilers.submit(Candidate(config, self.source(config)))
+        compiled: dict[Config, Compiled] = {}
+        while len(compiled) < len(wanted):
+            done = self._next_compiled()
+            if done and not done[0].proposal:  # else a trial that was begun before the time was up
+                compiled[done[0].config] = done[1]
+        return {config: compiled[config] for config in wanted}
+
+    def source(self, config: Config) -> Source:
+        """What runs on the card for a configuration; slowed where another card is emulated."""
+        return render(self.problem, config, emulate=self.options.emulate, card=self.device)
+
+    @contextmanager
+    def wait(self, phase: str) -> Iterator[None]:
+        """Around a wait: its time is counted to the phase, and an interrupt may strike.
+
+        Raises:
+            KeyboardInterrupt: One came, now or before.
+        """
+        start = time.perf_counter()
+        try:
+            with self._interrupts.striking():
+                yield
+        finally:
+            self.clock.add(phase, time.perf_counter() - start)
+
+    def tell(self, phase: str, last: tuple[Config, str] | None = None) -> None:
+        """Tells people where it stands."""
+        self._progress.update(
+            Status(phase, replace(self.counts), self._total, self.best, last, bool(self.options.emulate))
+        )
+
+    def notice(self, text: str) -> None:
+        """A note that is shown now and listed at the end."""
+        self.notes.append(text)
+        self._progress.notice(text)
+
+    def record(self, variant: Variant) -> int:
+        """Stores what the compiler made of a source; returns the variant's id."""
+        compiled, needs = variant.resources, estimate(self.problem, variant.source.config)
+        return self.store.record_variant(
+            self.problem,
+            VariantRecord(
+                config=variant.source.config,
+                source_hash=variant.source.hash,
+                template_hash=template_hash(),
+                arch=variant.arch,
+                toolchain=variant.toolchain,
+                status=variant.status,
+                error=variant.error,
+                registers=compiled.registers if compiled else None,
+                spill_bytes=compiled.spill_bytes if compiled else None,
+                stack_bytes=compiled.stack_bytes if compiled else None,
+                shared_memory_bytes=needs.shared_memory_bytes,
+                threads=needs.threads,
+                compile_seconds=variant.seconds,
+            ),
+        )
+
+    def row(self, kernel: str, config: Config, variant: Variant | None = None, note: str = "") -> Row:
+        """A row with a configuration's resources and no time."""
+        compiled, needs = variant.resources if variant else None, estimate(self.problem, config)
+        row = Row(
+            kernel=kernel,
+            config=config,
+            shared_memory_bytes=needs.shared_memory_bytes,
+            threads=needs.threads,
+            note=note,
+            emulate=self.options.emulate,
+        )
+        if compiled is None:
+            return row
+        part = occupancy(
+            self.space_device,
+            threads=needs.threads,
+            registers=compiled.registers,
+            shared_memory_bytes=needs.shared_memory_bytes,
+        )
+        return replace(row, registers=compiled.registers, spill_bytes=compiled.spill_bytes, occupancy=part)
+
+    def result(
+        self,
+        status: str,
+        rows: Sequence[Row],
+        proposals: Proposals,
+        winner: Row | None = None,
+        environment: Environment | None = None,
+    ) -> SearchResult:
+        """What was found, with all that was counted."""
+        return SearchResult(
+            problem=self.problem,
+            device=self.device,
+            limits=self.options.within,
+            sampler=self.options.sampler,
+            seed=self.seed,
+            environment=environment,
+            status=status,
+            exhausted=proposals.remaining == 0 and self.counts.decided == self._total,
+            winner=winner,
+            rows=tuple(rows),
+            counts=self.counts,
+            arithmetic_refusals=self._refusals,
+            failures=tuple(self._failures.items()),
+            seconds=self.clock.seconds(),
+            notes=tuple(self.notes),
+            emulate=self.options.emulate,
+        )
+
+    def _propose(self, proposals: Proposals) -> Candidate:
+        proposal = proposals.next()
+        assert proposal, "there are no more trials than configurations"
+        candidate = Candidate(proposal.config, self.source(proposal.config), proposal)
+        known = self.known_outcome(candidate)
+        if known:
+            self.counts.stored += 1
+            self._settle(candidate, known)
+        else:
+            self._compilers.submit(candidate)
+        return candidate
+
+    def _next_compiled(self, timeout_s: float | None = None) -> tuple[Candidate, Compiled] | None:
+        """Waits for the compilers; None where none is done within the time."""
+        with self.wait("compile"):
+            return self._compilers.next(timeout_s)
+
+    def _settle(self, candidate: Candidate, outcome: Outcome) -> None:
+        candidate.outcome = outcome
+        self.counts.decided += 1
+        if outcome.state == "refused":
+            self.counts.refused += 1
+        elif outcome.state == "failed":
+            self.counts.failed += 1
+        if outcome.reason:
+            self._failures[candidate.config] = outcome.reason
+        self.settled(candidate, outcome)
+        self.tell("searching", (candidate.config, outcome.reason))
+
+    def _fewer_blocks(self, emulated: Variant, real: Variant) -> Outcome | None:
+        """That an emulated build has too many registers for as many blocks an SM as the kernel itself has on its
+        card.
+        """
+        if not (emulated.resources and real.resources):
+            return None
+        needs = estimate(self.problem, real.source.config)
+        emulated_blocks, real_blocks = (
+            blocks_per_sm(
+                self.space_device,
+                threads=needs.threads,
+                registers=compiled.registers,
+                shared_memory_bytes=needs.shared_memory_bytes,
+            )
+            for compiled in (emulated.resources, real.resources)
+        )
+        if emulated_blocks >= real_blocks:
+            return None
+        return Outcome(
+            "refused",
+            reason=f"{emulated.resources.registers} registers with dummy mma leave {emulated_blocks} blocks an SM, and "
+            f"{real.resources.registers} without {real_blocks}: it would be another kernel's pace",
+        )
+
+    def _time_left_s(self) -> float | None:
+        limit = self.options.time_s
+        return None if limit is None else max(0.0, limit - self.clock.elapsed_s())
+
+    def _time_is_up(self) -> bool:
+        return self._time_left_s() == 0.0
+
+
+def _tell(proposals: Proposals, candidate: Candidate) -> None:
+    assert candidate.proposal
+    assert candidate.outcome
+    proposals.tell(candidate.proposal, candidate.outcome)
+
+
+def _refused(variant: Variant, spill_bound_bytes: int | None) -> Outcome | None:
+    """Why the compiler gate does not let a variant pass; with no bound, spills do not matter."""
+    if variant.status != "ok":
+        return Outcome("failed", reason=f"{variant.arch}: {variant.error or variant.status}", lasting=variant.lasting)
+    spills = variant.resources.spill_bytes if variant.resources else 0
+    if spill_bound_bytes is None or spills <= spill_bound_bytes:
+        return None
+    passing = f"at most {spill_bound_bytes} pass" if spill_bound_bytes else "none may"
+    return Outcome("refused", reason=f"{variant.arch}: {spills:,} bytes of registers a thread are spilled, {passing}")

@@ -1,0 +1,378 @@
+"""How long a configuration would take on a card, by arithmetic alone: an order for candidates, not their times.
+
+A tile of scores costs each unit of an SM so many cycles: tensor cores, shared memory, what computes P and dS, and the
+L2 that dQ is added up in. The units work side by side, but never perfectly: together they take a norm of what each
+takes, between the longest and the sum. What nothing covers is added: a barrier's drain, a load that is waited for, a
+block's start and end. `tests/tuner/test_cost_model.py` holds it to what was measured; docs/cost_model.md says how good
+it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...gen.build.jobs import CompiledResources
+from ...gen.config import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
+from ...gen.device import Device
+from ...gen.emulation import emulation
+from ...gen.problem import ACCUMULATOR_BYTES, Problem
+from ...gen.resources import (
+    FRAGMENT_COLUMNS,
+    blocks_per_sm,
+    ceil_div,
+    columns_per_warp,
+    estimate,
+    key_group_warps,
+    query_tiles_met,
+)
+
+# What the hardware does in a clock of an SM: NVIDIA's programming guide, and what this project has measured on an H200.
+_SHARED_BYTES = 128
+_EXPONENTIALS = 16
+_LANES = 128
+_MMA_PRODUCTS = MMA_ROWS * MMA_COLUMNS * MMA_DEPTH
+_ADDS = {1: 1.9, 2: 3.6, 4: 3.9}  # floats into L2 by the vector: 448, 876 and 945 G/s over 132 SMs at 1.83 GHz
+_BULK_ADDS = 3.9
+_TILE_BYTES = 64  # from L2
+
+_FRAGMENT_WAVEFRONTS = 512 / _SHARED_BYTES  # of an ldmatrix.x4 or stmatrix.x4
+_SCORE_LANES = 6  # operations on a score besides its exponential: scale, L, delta, product, and half a packing twice
+_CAP_LANES = 4  # of a softcap, besides one more exponential's time
+
+# What prototypes of these kernels have shown on an H200.
+_UNSTAGGERED = 1.03  # where both warps of a scheduler do the same at the same time: 1 to 5 percent
+_UNFOLDED_CYCLES = 150.0  # of 64 queries, whose statistics the threads of wgmma read themselves
+
+# Fitted to benchmarks/results.
+_OVERLAP = 2.0  # exponent of the norm where a scheduler has two warps or more; with one it is 1, the sum
+_ASYNCHRONOUS_OVERLAP = 4.0  # of wgmma and bulk copies
+_DRAIN_CYCLES = 350.0  # of a barrier of all warps: the last one ends, and all begin again
+_WARPGROUP_BARRIER_CYCLES = 175.0  # of both computing warpgroups, whose wgmma go on meanwhile
+_ADDING_CYCLES = 200.0  # of 64 queries, whose dQ the threads of wgmma add themselves
+_CONVERTED_BYTES_NS = 3.3  # of dQ in fp32, by an SM's one converting warp
+_LOAD_NS = 600.0  # of a tile that lies in L2, besides its bytes
+_BLOCK_NS = 1700.0  # of a block's start and end, besides its bytes
+_LAUNCHES_NS = 10_000.0  # of the three kernels
+_REGISTERS_OVER_ESTIMATE = 1.25  # what ptxas takes, where it has not been asked
+
+# In the order of proposals.
+_ALIKE = 0.002  # so near are predicted times that mean the same
+_REPEATED = 0.05  # so much slower each further one counts
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a configuration is predicted to take.
+
+    Attributes:
+        ms: All three kernels; of an emulated one it means nothing.
+        cycles: Of the main kernel on the longest SM.
+    """
+
+    ms: float
+    cycles: float
+
+
+def ranked(problem: Problem, configs: Sequence[Config], device: Device, *, emulate: str | None = None) -> list[Config]:
+    """Valid configurations in the order in which they are worth a try: by their predicted times, alike ones apart.
+
+    Dozens that differ in what the model does not see have the same time. Each further one counts as some percent
+    slower, so that the first few are not all of a kind.
+    """
+    met: Counter[int] = Counter()
+    costs = {}
+    for config in configs:
+        cycles = predict(problem, config, device, emulate=emulate).cycles
+        kind = round(math.log(cycles) / _ALIKE)
+        costs[config] = cycles * (1 + _REPEATED * met[kind])
+        met[kind] += 1
+    return sorted(configs, key=costs.__getitem__)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Cycles that each unit of an SM works for one tile of scores.
+
+    Attributes:
+        tensor: The tensor cores.
+        shared: Shared memory.
+        cores: What computes P and dS.
+    """
+
+    tensor: float = 0.0
+    shared: float = 0.0
+    cores: float = 0.0
+
+    def __add__(self, other: _Load) -> _Load:
+        return _Load(self.tensor + other.tensor, self.shared + other.shared, self.cores + other.cores)
+
+    def cycles(self, overlap: float) -> float:
+        """Of all units together."""
+        return _norm(overlap, self.tensor, self.shared, self.cores)
+
+
+def predict(
+    problem: Problem,
+    config: Config,
+    device: Device,
+    resources: CompiledResources | None = None,
+    *,
+    emulate: str | None = None,
+) -> Prediction:
+    """How long a valid configuration takes, as far as arithmetic tells.
+
+    Args:
+        problem: What is computed.
+        config: A configuration that is valid for it on the device.
+        device: The card.
+        resources: What the compiler made of it; None estimates the registers, and takes it to spill nothing.
+        emulate: The card whose pace it is slowed to: a key of `gen.emulation.EMULATED`.
+    """
+    clock_ghz, blocks = device.boost_clock_ghz, _resident_blocks(problem, config, device, resources)
+    sm = _Sm(
+        blocks=blocks,
+        warps=blocks * config.threads // 32,
+        mma_clocks=_mma_clocks(device, emulate),
+        peak_flops=_peak_flops(device),
+        clock_ghz=clock_ghz,
+        spills=_Load(shared=(resources.spill_bytes if resources else 0) * config.threads / _SHARED_BYTES),
+    )
+    if isinstance(config, WgmmaConfig):
+        tile, adds_per_clock = _wgmma_cycles(problem, config, sm), _BULK_ADDS
+    elif isinstance(config, TransposedMmaConfig):
+        tile = _transposed_cycles(problem, config, sm)
+        adds_per_clock = _BULK_ADDS if config.dq_bulk else _ADDS[config.dq_vector]
+    else:
+        tile, adds_per_clock = _mma_cycles(problem, config, sm), _ADDS[config.dq_vector]
+    # Nobody waits for what is added to dQ, until there is more of it than L2 takes.
+    tile = _norm(_ASYNCHRONOUS_OVERLAP, tile, config.block_q * problem.head_dim / adds_per_clock)
+    key_tile_bytes = 4 * config.block_kv * problem.head_dim * problem.element_bytes  # K, V, dK and dV
+    block = clock_ghz * (_BLOCK_NS + key_tile_bytes * device.sm_count / device.bandwidth_tb_s / 1000)
+    cycles = _grid_cycles(problem, config, device.sm_count, blocks, tile, block)
+    converts = isinstance(config, WgmmaConfig) and config.convert_dq
+    if converts:
+        converted = problem.query_elements * ACCUMULATOR_BYTES / device.sm_count / _CONVERTED_BYTES_NS * clock_ghz
+        cycles = _norm(_OVERLAP, cycles, converted)
+    return Prediction(cycles / clock_ghz / 1e6 + _passes_ms(problem, device, converts), cycles)
+
+
+@dataclass(frozen=True)
+class _Sm:
+    """An SM and the kernel on it.
+
+    Attributes:
+        blocks: That it has at a time.
+        warps: Of all of them.
+        mma_clocks: Of a sub-partition for an ``mma.sync``, with its dummies if another card is emulated.
+        peak_flops: Of all its tensor cores in a clock.
+        clock_ghz: Its clock.
+        spills: What a tile spills.
+    """
+
+    blocks: int
+    warps: int
+    mma_clocks: float
+    peak_flops: float
+    clock_ghz: float
+    spills: _Load
+
+    @property
+    def cycles_per_mma(self) -> float:
+        """Of the sub-partitions that have warps."""
+        return self.mma_clocks / min(Device.sub_partitions_per_sm, self.warps)
+
+    @property
+    def overlap(self) -> float:
+        """Exponent of the norm: more warps a scheduler cover each other's waits."""
+        return min(max(self.warps / Device.sub_partitions_per_sm, 1.0), _OVERLAP)
+
+    def load_cycles(self, problem: Problem, block_q: int) -> float:
+        """Until Q and dO have arrived."""
+        return _LOAD_NS * self.clock_ghz + 2 * block_q * problem.head_dim * problem.element_bytes / _TILE_BYTES
+
+
+def _mma_cycles(problem: Problem, config: MmaConfig, sm: _Sm) -> float:
+    """Of an SM, for one tile of scores."""
+    phases = _phases(problem, config, sm)
+    alone = sum(phase.cycles(sm.overlap) for phase in phases) + sm.spills.shared + 2 * _DRAIN_CYCLES
+    alone += max(sm.load_cycles(problem, config.block_q) - (config.stages - 1) * alone, 0.0)
+    # Barriers keep the phases of one block apart, but not from those of another.
+    side_by_side = functools.reduce(_Load.__add__, phases, sm.spills).cycles(sm.overlap)
+    return side_by_side + (alone - side_by_side) / sm.blocks
+
+
+def _transposed_cycles(problem: Problem, config: TransposedMmaConfig, sm: _Sm) -> float:
+    """Of an SM, for one tile of scores."""
+    cycles = (_transposed_load(problem, config, sm) + sm.spills).cycles(sm.overlap)
+    if sm.blocks == 1 and sm.warps > Device.sub_partitions_per_sm and not config.staggered:
+        cycles *= _UNSTAGGERED
+    # A stage that is loaded after its use has the rest of the tile to arrive in.
+    ahead = min(config.q_stages, config.do_stages) - 0.5
+    return cycles + max(sm.load_cycles(problem, config.block_q) - ahead * cycles, 0.0)
+
+
+def _wgmma_cycles(problem: Problem, config: WgmmaConfig, sm: _Sm) -> float:
+    """Of an SM, for one tile of scores."""
+    cycles = (_wgmma_load(problem, config, sm) + sm.spills).cycles(_ASYNCHRONOUS_OVERLAP)
+    cycles += 0.0 if config.fold_statistics else _UNFOLDED_CYCLES * config.block_q / 64
+    cycles += 0.0 if config.dq_bulk else _ADDING_CYCLES * config.block_q / 64
+    return cycles + (0.0 if config.lag_dq else _WARPGROUP_BARRIER_CYCLES)
+
+
+def _phases(problem: Problem, config: MmaConfig, sm: _Sm) -> tuple[_Load, _Load, _Load]:
+    """What a block of the ``mma`` family does between its barriers: S and dP; P and dS; dV, dK and dQ."""
+    warps, block_q, block_kv = config.num_warps, config.block_q, config.block_kv
+    per_key_group, groups = key_group_warps(config)
+    depth = columns_per_warp(problem.head_dim, 1) // MMA_DEPTH
+    dq_columns = columns_per_warp(problem.head_dim, config.warps_per_row_group)
+    dkv_columns = columns_per_warp(problem.head_dim, per_key_group)
+    key_pairs = block_kv // config.warps_per_row_group // FRAGMENT_COLUMNS
+    read_again = (not config.k_in_registers) + (not config.v_in_registers)
+    of_scores = warps * depth * (2 + read_again * key_pairs)
+    of_dkv = warps * block_q // MMA_DEPTH * 2 * (groups + dkv_columns // FRAGMENT_COLUMNS)
+    of_dq = warps * block_kv // MMA_DEPTH * (1 + dq_columns // FRAGMENT_COLUMNS)
+    columns = (
+        2 * depth * MMA_DEPTH,
+        2 * per_key_group * dkv_columns + config.warps_per_row_group * dq_columns,
+    )
+    mma = [block_q * block_kv * count / _MMA_PRODUCTS * sm.cycles_per_mma for count in columns]
+    copied = _copy_wavefronts(problem, block_q, config.swizzle or 16)
+    return (
+        _Load(mma[0], of_scores * _FRAGMENT_WAVEFRONTS + copied),
+        _Load(
+            shared=2 * block_q * block_kv * problem.element_bytes / _SHARED_BYTES,
+            cores=_score_cycles(problem, block_q * block_kv),
+        ),
+        _Load(mma[1], (of_dkv + of_dq) * _FRAGMENT_WAVEFRONTS + _dq_wavefronts(problem, block_q)),
+    )
+
+
+def _transposed_load(problem: Problem, config: TransposedMmaConfig, sm: _Sm) -> _Load:
+    """Of the ``mmat`` family, whose warps meet at no barrier."""
+    warps, groups, block_q, block_kv = config.num_warps, config.query_groups, config.block_q, config.block_kv
+    depth, columns = ceil_div(problem.head_dim, MMA_DEPTH), problem.head_dim // (2 if config.exchanges else 1)
+    key_blocks = block_kv * groups // warps // MMA_ROWS
+    query_blocks = block_q // groups // MMA_DEPTH
+    read_again = (not config.k_in_registers) + (not config.v_in_registers)
+    of_scores = depth * (2 * query_blocks + read_again * key_blocks)
+    if config.exchanges:  # twice the queries, half of them with the partner's P and dS, and P read again
+        of_dkv = 2 * (2 * query_blocks * columns // FRAGMENT_COLUMNS + query_blocks * key_blocks)
+        of_dkv += query_blocks * key_blocks * config.dv_first
+    else:
+        of_dkv = 2 * query_blocks * columns // FRAGMENT_COLUMNS
+    dq_columns = problem.head_dim * config.dq_row_warps // warps
+    of_dq = block_kv // MMA_DEPTH * (block_q // config.dq_row_warps // MMA_ROWS + dq_columns // FRAGMENT_COLUMNS)
+    score_tiles = 1.0 + config.exchanges
+    if config.exchanges_p_first and config.p_in_fp16 and problem.dtype == "bf16":
+        score_tiles += 1 / config.p_fp16_period  # P that dS is made of, apart from dV's
+    stored = score_tiles * block_q * block_kv * problem.element_bytes / _SHARED_BYTES
+    mma = 5 * block_q * block_kv * problem.head_dim / _MMA_PRODUCTS
+    shared = warps * (of_scores + of_dkv + of_dq) * _FRAGMENT_WAVEFRONTS + stored
+    shared += _copy_wavefronts(problem, block_q, 128)
+    shared += (1 + config.dq_bulk) * _dq_wavefronts(problem, block_q)  # in bulk, it is stored and read again
+    return _Load(mma * sm.cycles_per_mma, shared, _score_cycles(problem, block_q * block_kv))
+
+
+def _wgmma_load(problem: Problem, config: WgmmaConfig, sm: _Sm) -> _Load:
+    """Of the ``wgmma`` family.
+
+    The tensor cores read their operands from shared memory themselves: A of 64 rows and B of each step of 16 along k,
+    for each of two warpgroups, but for what lies in registers.
+    """
+    head_dim, block_q, element = problem.head_dim, config.block_q, problem.element_bytes
+    step_a, steps = 64 * MMA_DEPTH * element, head_dim // MMA_DEPTH
+    of_scores = 2 * steps * (step_a + block_q * MMA_DEPTH * element) - config.v_fragments * step_a
+    of_scores += 2 * config.fold_statistics * block_q * MMA_DEPTH * element
+    of_dkv = 2 * block_q * head_dim * element
+    dq_queries = block_q if head_dim > 64 else block_q // 2  # a warpgroup has half of dQ^T's columns, or of its queries
+    of_dq = config.block_kv // MMA_DEPTH * (step_a + dq_queries * MMA_DEPTH * element)
+    moved = (config.block_kv * block_q + 2 * block_q * head_dim) * element + 2 * block_q * head_dim * ACCUMULATOR_BYTES
+    shared = (2 * (of_scores + of_dkv + of_dq) + moved) / _SHARED_BYTES
+    products = 5 * head_dim + 2 * MMA_DEPTH * config.fold_statistics
+    tensor = 2 * block_q * config.block_kv * products / sm.peak_flops
+    return _Load(tensor, shared, _score_cycles(problem, block_q * config.block_kv))
+
+
+def _norm(exponent: float, *cycles: float) -> float:
+    return float(sum(part**exponent for part in cycles) ** (1 / exponent))
+
+
+def _score_cycles(problem: Problem, scores: int) -> float:
+    lanes = _SCORE_LANES + problem.softcap * _CAP_LANES
+    return scores * (lanes / _LANES + (1 + problem.softcap) / _EXPONENTIALS)
+
+
+def _copy_wavefronts(problem: Problem, block_q: int, pitch: int) -> float:
+    """Of Q and dO: a row of a panel is written at once."""
+    return 2 * block_q * ceil_div(problem.head_dim * problem.element_bytes, pitch)
+
+
+def _dq_wavefronts(problem: Problem, block_q: int) -> float:
+    return block_q * problem.head_dim * ACCUMULATOR_BYTES / _SHARED_BYTES
+
+
+def _mma_clocks(device: Device, emulate: str | None) -> float:
+    """Of a sub-partition; at the card's stated peak where nobody has measured it."""
+    if emulate:
+        return emulation(emulate, device).clocks_per_mma
+    return device.clocks_per_mma or 2 * _MMA_PRODUCTS * device.sub_partitions_per_sm / _peak_flops(device)
+
+
+def _peak_flops(device: Device) -> float:
+    """Of an SM in a clock."""
+    return device.peak_tflops * 1000 / device.boost_clock_ghz / device.sm_count
+
+
+def _resident_blocks(problem: Problem, config: Config, device: Device, resources: CompiledResources | None) -> int:
+    if isinstance(config, WgmmaConfig):
+        return 1
+    needs = estimate(problem, config)
+    most = min(
+        device.registers_per_sm // (config.threads * config.min_blocks_per_sm) // 8 * 8, device.max_registers_per_thread
+    )
+    registers = resources.registers if resources else min(math.ceil(needs.registers * _REGISTERS_OVER_ESTIMATE), most)
+    found = blocks_per_sm(
+        device, threads=needs.threads, registers=registers, shared_memory_bytes=needs.shared_memory_bytes
+    )
+    return max(found, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _grid(problem: Problem, block_q: int, block_kv: int) -> tuple[int, int, int, int]:
+    """Of the main kernel's blocks: their number, their tiles of scores in all, and the fewest and the most of one."""
+    blocks = tiles = 0
+    shortest, longest = math.inf, 0
+    group = problem.heads_q // problem.heads_kv
+    for (seqlen_q, seqlen_kv), count in Counter(problem.lengths).items():
+        met = query_tiles_met(problem, block_q, block_kv, seqlen_q, seqlen_kv)
+        blocks += count * problem.heads_kv * len(met)
+        tiles += count * problem.heads_q * sum(met)
+        shortest, longest = min(shortest, group * min(met, default=0)), max(longest, group * max(met, default=0))
+    return blocks, tiles, int(min(shortest, longest)), longest
+
+
+def _grid_cycles(problem: Problem, config: Config, sm_count: int, resident: int, tile: float, block: float) -> float:
+    """Of the longest SM: its share of all tiles and blocks, and what is left to do where it does not divide evenly.
+
+    Blocks with the most tiles start first where a mask makes them differ: the last ones are the shortest.
+    """
+    blocks, tiles, shortest, longest = _grid(problem, config.block_q, config.block_kv)
+    places = sm_count * resident
+    share = (tiles * tile + blocks * block / resident) / sm_count  # another block's tiles cover a start and an end
+    unfilled = ceil_div(blocks, places) - blocks / places
+    return max(share + unfilled * (shortest * tile * resident + block), longest * tile * resident + block)
+
+
+def _passes_ms(problem: Problem, device: Device, converts: bool) -> float:
+    """Before and after: O and dO are read and dQ's accumulator cleared; it is read and dQ written. DRAM bounds both.
+
+    Where the main kernel ``converts`` dQ, O and dO are read.
+    """
+    moved = problem.query_elements * 2 * problem.element_bytes
+    if not converts:
+        moved += problem.query_elements * (problem.element_bytes + 2 * ACCUMULATOR_BYTES)
+    return moved / device.bandwidth_tb_s / 1e9 + _LAUNCHES_NS / 1e6

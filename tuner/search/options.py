@@ -1,0 +1,60 @@
+"""What a person chooses about a search. Light to import, so that bad input is told at once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from ...gen.emulation import EMULATED
+from ...gen.errors import UsageError
+
+SAMPLERS = ("tpe", "random", "exhaustive")
+
+LIMITS = EMULATED
+"""Cards whose limits a search on another card can keep to: those whose pace it can, as it then keeps to both."""
+
+DEFAULT_TRIALS = 60
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a person chooses about a search.
+
+    Attributes:
+        sampler: One of ``SAMPLERS``.
+        seed: Seeds the sampler; None draws one, which the result tells.
+        trials: Candidates to decide.
+        time_s: After so many seconds no further candidate is begun; the final race still runs.
+        limits: A key of ``LIMITS``, or None.
+        emulate: A card whose pace candidates are slowed to, and whose limits they keep to: a key of
+            `gen.emulation.EMULATED`, or None. They are then ranked by cycles.
+
+    Raises:
+        UsageError: One of them is impossible.
+    """
+
+    sampler: str = "tpe"
+    seed: int | None = None
+    trials: int = DEFAULT_TRIALS
+    time_s: float | None = None
+    limits: str | None = None
+    emulate: str | None = None
+
+    @property
+    def within(self) -> str | None:
+        """The card whose limits candidates keep to; None for the limits of the card that runs."""
+        return self.emulate or self.limits
+
+    def __post_init__(self) -> None:
+        if self.sampler not in SAMPLERS:
+            raise UsageError(f"unknown sampler {self.sampler!r}: use one of {', '.join(SAMPLERS)}")
+        if self.limits is not None and self.limits not in LIMITS:
+            raise UsageError(f"unknown limits {self.limits!r}: use {', '.join(LIMITS)}")
+        if self.emulate is not None and self.emulate not in EMULATED:
+            raise UsageError(f"unknown card to emulate {self.emulate!r}: use {', '.join(EMULATED)}")
+        if self.trials < 1:
+            raise UsageError(f"trials is {self.trials}: it must be at least 1")
+        if self.time_s is not None and not 0 < self.time_s <= threading.TIMEOUT_MAX:
+            raise UsageError(f"time is {self.time_s}: it must be a positive number of seconds, or left out")
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            raise UsageError(f"seed is {self.seed}: it must lie between 0 and {2**32 - 1}")

@@ -1,0 +1,363 @@
+"""Which configuration is tried next: Optuna's samplers, held to the valid configurations that were not tried yet.
+
+Two Optuna studies share the work. One in memory is asked and told; a sampler of our own hands it valid parameters
+only, so no trial of it is invalid. The other lies in the database and is a log: a trial is added to it when it has
+ended, in one transaction, so that a killed search leaves no half-open trial and another run can read what is
+settled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from sqlalchemy.exc import SQLAlchemyError
+
+from ...gen.config import FAMILIES, Config, config_from_dict
+from ...gen.errors import BwdtuneError
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+_CONFIG_ATTRIBUTE = "config"
+_REASON_ATTRIBUTE = "reason"
+_CONDITIONS_ATTRIBUTE = "conditions"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a candidate.
+
+    Attributes:
+        state: ``measured``; ``refused`` by the compiler gate (it spills); ``failed`` (to compile, to verify, to
+            run); or ``unmeasured`` where it passed and nothing was there to time it.
+        cost: What a measured candidate is ranked by, the less the better: its median time in ms, in an emulated search
+            its median cycles. None for the others: no number stands in for a failure.
+        reason: Why it was refused or failed, in one line.
+        lasting: Another search would come to the same; not so where the machine failed, and not the candidate.
+    """
+
+    state: Literal["measured", "refused", "failed", "unmeasured"]
+    cost: float | None = None
+    reason: str = ""
+    lasting: bool = True
+
+    @classmethod
+    def timed(cls, cost: float, unit: str = "ms") -> Outcome:
+        """A measured candidate, or a failed one where the time is no time (NaN, infinite, zero or negative)."""
+        if not (math.isfinite(cost) and cost > 0):
+            return cls("failed", reason=f"its timing is {cost} {unit}, which is no time")
+        return cls("measured", cost=cost)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A configuration to be tried and the open trial (in memory) that waits for its outcome."""
+
+    number: int
+    config: Config
+
+
+class Proposals:
+    """Proposes valid configurations, each of them once.
+
+    Given the same configurations, seed and outcomes, the proposals are the same.
+
+    Args:
+        configs: The valid configurations in a deterministic order.
+        sampler: One of ``options.SAMPLERS``.
+        seed: Seeds the sampler; None draws one.
+        first: Configurations to be tried before any other (those of them that are valid).
+    """
+
+    def __init__(
+        self, configs: Sequence[Config], *, sampler: str, seed: int | None, first: Sequence[Config] = ()
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._sampler = _ValidSampler(configs, sampler, seed, first)
+        self._study = optuna.create_study(sampler=self._sampler)
+
+    @property
+    def remaining(self) -> int:
+        """Valid configurations that were neither proposed nor learnt."""
+        return len(self._sampler.untried)
+
+    def learn(self, config: Config, outcome: Outcome) -> bool:
+        """Takes an outcome of an earlier search: the sampler learns from it, and the configuration is not proposed.
+
+        Returns:
+            Whether it was news: a valid configuration that was not learnt before.
+        """
+        if not self._sampler.take(config):
+            return False
+        self._study.add_trial(_finished_trial(_parameters(config), outcome))
+        return True
+
+    def next(self) -> Proposal | None:
+        """The next configuration, or None when every valid one was proposed."""
+        if not self._sampler.untried:
+            return None
+        trial = self._study.ask(_distributions())
+        return Proposal(trial.number, _config_of(trial.params))
+
+    def tell(self, proposal: Proposal, outcome: Outcome) -> None:
+        """Ends a proposal's trial.
+
+        A refused candidate is told as pruned, which TPE takes for a poor one without a number; a failed one as failed,
+        which samplers pass over.
+        """
+        self._study.tell(proposal.number, outcome.cost, state=_STATES[outcome.state])
+
+
+class StudyLog:
+    """The ended trials of all searches for one problem, device and space, as an Optuna study in the database.
+
+    Args:
+        storage: Optuna's storage.
+        name: The study's name, which ends with the hash of the search space: choices that changed make another study.
+        space_hash: That hash.
+        conditions: What a time depends on besides the configuration (driver, toolkit, policy, …). Trials made under
+            other conditions stay in the log but are not read back.
+
+    Raises:
+        BwdtuneError: The database fails, here or in a method.
+    """
+
+    def __init__(self, storage: BaseStorage, name: str, *, space_hash: str, conditions: str) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._conditions = conditions
+        other_space = name.removesuffix(space_hash)
+        with _one_line_errors():
+            known = optuna.get_all_study_names(storage)
+            self._study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+        self.replaces_older_space = name not in known and any(other.startswith(other_space) for other in known)
+
+    def past(self) -> Iterator[tuple[Config, Outcome]]:
+        """The outcomes logged under the same conditions, oldest first. What is no configuration today is left out."""
+        with _one_line_errors():
+            trials = self._study.get_trials(deepcopy=False)
+        for trial in trials:
+            if trial.user_attrs.get(_CONDITIONS_ATTRIBUTE) != self._conditions or trial.state not in _OUTCOME_STATES:
+                continue
+            try:
+                config = _config_of(trial.params)
+            except BwdtuneError:
+                continue
+            yield config, _outcome(trial)
+
+    def add(self, config: Config, outcome: Outcome) -> None:
+        """Logs an ended trial, in one transaction; not one whose outcome does not last."""
+        if not outcome.lasting:
+            return
+        with _one_line_errors():
+            self._study.add_trial(_finished_trial(config.to_dict(), outcome, self._trial_attributes(config, outcome)))
+
+    def _trial_attributes(self, config: Config, outcome: Outcome) -> dict[str, str]:
+        return {
+            _CONFIG_ATTRIBUTE: config.id,
+            _REASON_ATTRIBUTE: outcome.reason,
+            _CONDITIONS_ATTRIBUTE: self._conditions,
+        }
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise BwdtuneError(f"Optuna cannot use the database ({reason}): search again to go on") from error
+
+
+_STATES: Mapping[str, TrialState] = {
+    "measured": TrialState.COMPLETE,
+    "refused": TrialState.PRUNED,
+    "failed": TrialState.FAIL,
+    "unmeasured": TrialState.FAIL,
+}
+_OUTCOME_STATES: Mapping[TrialState, Literal["measured", "refused", "failed"]] = {
+    TrialState.COMPLETE: "measured",
+    TrialState.PRUNED: "refused",
+    TrialState.FAIL: "failed",
+}
+
+
+def _outcome(trial: FrozenTrial) -> Outcome:
+    if trial.state is TrialState.COMPLETE and trial.value is not None:
+        return Outcome.timed(trial.value)
+    return Outcome(_OUTCOME_STATES[trial.state], reason=trial.user_attrs.get(_REASON_ATTRIBUTE, ""))
+
+
+def _finished_trial(
+    parameters: dict[str, Any], outcome: Outcome, attributes: dict[str, str] | None = None
+) -> FrozenTrial:
+    distributions = _distributions()
+    return create_trial(
+        state=_STATES[outcome.state],
+        value=outcome.cost,
+        params=parameters,
+        distributions={name: distributions[name] for name in parameters},
+        user_attrs=attributes,
+    )
+
+
+@cache
+def _choices() -> dict[str, list[Any]]:
+    """The parameters as Optuna sees them: every choice that a family declares, valid for this problem or not.
+
+    The choices of one problem's valid configurations would be fewer, but a change in what is valid would then clash
+    with the choices that a study has stored.
+    """
+    choices: dict[str, list[Any]] = {"family": list(FAMILIES)}
+    for family in FAMILIES.values():
+        for name, values in family.choices.items():
+            choices[name] = list(dict.fromkeys([*choices.get(name, []), *values]))
+    return choices
+
+
+def _parameters(config: Config) -> dict[str, Any]:
+    """A configuration as Optuna sees it: what its family does not have is at its first choice.
+
+    TPE learns from trials that have every parameter; what never varies within a family tells it nothing there.
+    """
+    return _first_choices() | config.to_dict()
+
+
+@cache
+def _first_choices() -> dict[str, Any]:
+    return {name: values[0] for name, values in _choices().items()}
+
+
+def _config_of(parameters: Mapping[str, Any]) -> Config:
+    """The inverse.
+
+    Raises:
+        UsageError: It is no configuration of this version.
+    """
+    family = FAMILIES.get(parameters.get("family", ""))
+    names = {"family", *family.choices} if family else set(parameters)
+    return config_from_dict({name: value for name, value in parameters.items() if name in names})
+
+
+@cache
+def _distributions() -> dict[str, BaseDistribution]:
+    return {name: CategoricalDistribution(values) for name, values in _choices().items()}
+
+
+class _ValidSampler(BaseSampler):
+    """Answers Optuna with untried valid configurations only.
+
+    TPE knows nothing of validity: what it proposes is moved to the nearest untried valid configuration, where a
+    step of one parameter to its next choice is a distance of one. The trial holds the parameters that are really
+    tried, so TPE learns from the truth.
+
+    It also spreads over thousands of configurations, of which a search tries dozens. So every second proposal is one
+    that differs from the best so far in one parameter: the best of each group of families in turn, as each has users.
+    """
+
+    def __init__(self, configs: Sequence[Config], kind: str, seed: int | None, first: Sequence[Config]) -> None:
+        self._configs = list(dict.fromkeys(configs))
+        self._index = {config: index for index, config in enumerate(self._configs)}
+        self.untried = dict.fromkeys(range(len(self._configs)))  # a set that keeps the configurations' order
+        self._first = [self._index[config] for config in first if config in self._index]
+        self._kind = kind
+        self._random = np.random.default_rng(seed)
+        self._turns = itertools.count()
+        self._tpe = _make_tpe(seed) if kind == "tpe" else None
+        # A byte each: there may be hundreds of thousands of configurations, and each proposal goes over them.
+        self._positions = np.array([_positions(_parameters(config)) for config in self._configs], dtype=np.int8)
+
+    def take(self, config: Config) -> bool:
+        """Counts a configuration as tried; returns whether it was valid and untried."""
+        index = self._index.get(config, -1)
+        if index not in self.untried:
+            return False
+        del self.untried[index]
+        return True
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return _distributions()
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        index = self._choose(study, trial, search_space)
+        del self.untried[index]
+        return _parameters(self._configs[index])
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        raise NotImplementedError("every parameter is part of the relative search space")
+
+    def _choose(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> int:
+        for index in self._first:
+            if index in self.untried:
+                return index
+        if self._kind == "exhaustive":
+            return next(iter(self.untried))
+        untried = np.fromiter(self.untried, dtype=np.int64)
+        if self._tpe is None:
+            return int(self._random.choice(untried))
+        neighbours = self._neighbours_of_a_best(study, untried)
+        if len(neighbours):
+            return int(self._random.choice(neighbours))
+        plural = {name: distribution for name, distribution in search_space.items() if not distribution.single()}
+        proposed = self._tpe.sample_relative(study, trial, plural)
+        if not proposed:  # too few results for TPE to learn from
+            return int(self._random.choice(untried))
+        single = {name: values[0] for name, values in _choices().items() if name not in plural}
+        values = {**single, **proposed}
+        names = {"family", *FAMILIES[values["family"]].choices}
+        counted = np.array([name in names for name in _choices()])
+        steps = np.abs(self._positions[untried] - np.array(_positions(values), dtype=np.int8))
+        distances = steps[:, counted].sum(axis=1, dtype=np.int64)
+        # Another family is further away than anything within the family.
+        families_between = steps[:, list(_choices()).index("family")].astype(np.int64)
+        distances += families_between * steps.max() * len(counted)
+        return int(self._random.choice(untried[distances == distances.min()]))
+
+    def _neighbours_of_a_best(self, study: optuna.Study, untried: np.ndarray) -> np.ndarray:
+        """At every second call, what differs in one parameter from the best of a group; else nothing."""
+        turn = next(self._turns)
+        if turn % 2:
+            return untried[:0]
+        bests: dict[str, tuple[float, FrozenTrial]] = {}
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            group, cost = FAMILIES[trial.params["family"]].group, trial.value
+            if cost is not None and (group not in bests or cost < bests[group][0]):
+                bests[group] = (cost, trial)
+        if not bests:
+            return untried[:0]
+        _, best = bests[sorted(bests)[turn // 2 % len(bests)]]
+        differs = self._positions[untried] != np.array(_positions(best.params))
+        same_family = ~differs[:, list(_choices()).index("family")]
+        return untried[same_family & (differs.sum(axis=1) == 1)]
+
+
+def _make_tpe(seed: int | None) -> TPESampler:
+    """TPE that sees parameters together, and takes candidates that are being measured for poor ones meanwhile."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # Optuna 4's, of both arguments
+        return TPESampler(seed=seed, multivariate=True, constant_liar=True)
+
+
+def _positions(values: Mapping[str, Any]) -> list[int]:
+    """Each parameter's place among its choices."""
+    return [places[values[name]] for name, places in _places().items()]
+
+
+@cache
+def _places() -> dict[str, dict[Any, int]]:
+    return {name: {value: place for place, value in enumerate(choices)} for name, choices in _choices().items()}

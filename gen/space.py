@@ -227,6 +227,17 @@ def all_configs() -> Iterator[Config]:
             yield from configs
 
 
+def representatives() -> Iterator[Config]:
+    """One point of each set of every family that is valid, or refused, as a whole; in a fixed order.
+
+    They answer whether a problem has a valid configuration at a fraction of `all_configs`' cost. A set's points differ
+    in their family's `ungated` parameters alone.
+    """
+    for family in FAMILIES.values():
+        for _, configs in _alike(family):
+            yield next(configs)
+
+
 @functools.lru_cache(maxsize=8)
 def _judged(problem: Problem, device: Device) -> tuple[tuple[Config, ...], Counter[str]]:
     """Every point, in one pass: the valid ones, and how many others are refused for which reason.

@@ -16,7 +16,7 @@ from typing import Any
 from bwdtune.gen.config import FAMILIES, Config, MmaConfig
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.space import all_configs, refusal
+from bwdtune.gen.space import refusal, representatives
 from bwdtune.tuner.lab.verification import INPUTS, Case
 
 HEAD_DIMS = (8, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 200, 256)
@@ -98,16 +98,26 @@ class Kernel:
 
 
 @functools.cache
-def _configs(family: str) -> tuple[Config, ...]:
-    return tuple(config for config in all_configs() if config.family == family)
+def _representatives(family: str) -> tuple[Config, ...]:
+    return tuple(config for config in representatives() if config.family == family)
 
 
 @functools.cache
 def _any_config(family: str, problem: Problem, device: Device) -> Config | None:
-    configs = _configs(family)
-    # Most problems are served by many; to order all of them at random would take longer than to ask a few.
-    drawn = itertools.chain(random.Random(problem.kind).choices(configs, k=1000), configs)
-    return next((config for config in drawn if refusal(problem, config, device) is None), None)
+    drawn, configs = random.Random(problem.kind), _representatives(family)
+    # Most problems are served by many: a few draws find one. Where they do not, all are asked.
+    candidates = itertools.chain(drawn.choices(configs, k=1000), configs)
+    valid = next((config for config in candidates if refusal(problem, config, device) is None), None)
+    return valid and _with_ungated_drawn(valid, drawn)
+
+
+def _with_ungated_drawn(config: Config, drawn: random.Random) -> Config:
+    """The same with any values of the parameters that no arithmetic depends on."""
+    while True:
+        values = {name: drawn.choice(config.choices[name]) for name in sorted(config.ungated)}
+        changed = replace(config, **values)
+        if changed.contradiction is None:
+            return changed
 
 
 def matrix() -> tuple[Kernel, ...]:
@@ -130,6 +140,7 @@ def matrix() -> tuple[Kernel, ...]:
         or (
             (problem.asked or problem.head_dim not in ALL_FEATURES_AT)
             and set(problem.asked) <= config_type.features
+            and _any_config(family, Problem("bf16", 1, 2, 1, 256, 256, problem.head_dim), HOST)
             and _any_config(family, problem, HOST)
         )
     )

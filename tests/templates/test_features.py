@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import feature_matrix
 import pytest
 import torch
-from tests.feature_matrix import MASKS, matrix, sample
 
 from bwdtune.gen.build.jobs import build
 from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
@@ -20,9 +20,8 @@ from bwdtune.runtime import torch_attention
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
 from bwdtune.tuner.lab.verification import Case, Verifier, make_inputs
-from tests import feature_matrix
 
-MATRIX, SAMPLE = matrix(), sample()
+MATRIX, SAMPLE = feature_matrix.matrix(), feature_matrix.sample()
 
 
 def wrong(kernels: Sequence[feature_matrix.Kernel], verifier: Verifier, device: Device) -> list[str]:
@@ -78,7 +77,7 @@ def test_all_of_it_on_the_gpu(family: str, head_dim: int) -> None:
 WINDOW = {"window_left": 200, "window_right": 100}
 DETERMINISTIC_PROBLEMS = [
     Problem("bf16", 4, 8, 4, 1500, 1300, 64, **{**mask, **(WINDOW if "window_left" in mask else {})}, **packed)
-    for mask in MASKS
+    for mask in feature_matrix.MASKS
     for packed in ({"deterministic": True}, {"deterministic": True, "varlen": True})
 ]
 DETERMINISTIC = [

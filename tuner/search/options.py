@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...gen.emulation import EMULATED
 from ...gen.errors import UsageError
 
-SAMPLERS = ("tpe", "random", "exhaustive")
+SAMPLERS = ("learned", "tpe", "random", "exhaustive")
 
 LIMITS = EMULATED
 """Cards whose limits a search on another card can keep to: those whose pace it can, as it then keeps to both."""

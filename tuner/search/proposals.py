@@ -30,6 +30,8 @@ from ...gen.errors import BwdtuneError
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
+    from .learner import Learner
+
 _CONFIG_ATTRIBUTE = "config"
 _REASON_ATTRIBUTE = "reason"
 _CONDITIONS_ATTRIBUTE = "conditions"
@@ -79,13 +81,20 @@ class Proposals:
         sampler: One of ``options.SAMPLERS``.
         seed: Seeds the sampler; None draws one.
         first: Configurations to be tried before any other (those of them that are valid).
+        learner: Chooses for the sampler ``learned``; of the same configurations.
     """
 
     def __init__(
-        self, configs: Sequence[Config], *, sampler: str, seed: int | None, first: Sequence[Config] = ()
+        self,
+        configs: Sequence[Config],
+        *,
+        sampler: str,
+        seed: int | None,
+        first: Sequence[Config] = (),
+        learner: Learner | None = None,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._sampler = _ValidSampler(configs, sampler, seed, first)
+        self._sampler = _ValidSampler(configs, sampler, seed, first, learner)
         self._study = optuna.create_study(sampler=self._sampler)
 
     @property
@@ -266,8 +275,12 @@ class _ValidSampler(BaseSampler):
     that differs from the best so far in one parameter: the best of each group of families in turn, as each has users.
     """
 
-    def __init__(self, configs: Sequence[Config], kind: str, seed: int | None, first: Sequence[Config]) -> None:
+    def __init__(
+        self, configs: Sequence[Config], kind: str, seed: int | None, first: Sequence[Config], learner: Learner | None
+    ) -> None:
         self._configs = list(dict.fromkeys(configs))
+        self._learner = learner
+        self._best = -1
         self._index = {config: index for index, config in enumerate(self._configs)}
         self.untried = dict.fromkeys(range(len(self._configs)))  # a set that keeps the configurations' order
         self._first = [self._index[config] for config in first if config in self._index]
@@ -307,6 +320,8 @@ class _ValidSampler(BaseSampler):
                 return index
         if self._kind == "exhaustive":
             return next(iter(self.untried))
+        if self._learner:
+            return self._learned(study, self._learner)
         untried = np.fromiter(self.untried, dtype=np.int64)
         if self._tpe is None:
             return int(self._random.choice(untried))
@@ -327,6 +342,32 @@ class _ValidSampler(BaseSampler):
         families_between = steps[:, list(_choices()).index("family")].astype(np.int64)
         distances += families_between * steps.max() * len(counted)
         return int(self._random.choice(untried[distances == distances.min()]))
+
+    def _learned(self, study: optuna.Study, learner: Learner) -> int:
+        """The learner's choice after all that the study says. Whatever is open has no outcome yet."""
+        measured: dict[int, float] = {}
+        refused, pending = [], []
+        for trial in study.get_trials(deepcopy=False):
+            index = self._index.get(_config_of(trial.params)) if trial.params else None
+            if index is None:  # the trial that is asked for has no parameters yet
+                continue
+            if trial.state is TrialState.COMPLETE and trial.value is not None:
+                measured[index] = trial.value
+            elif trial.state is TrialState.PRUNED:
+                refused.append(index)
+            elif not trial.state.is_finished():
+                pending.append(index)
+        best = min(measured, key=measured.__getitem__, default=-1)
+        if best not in (self._best, -1):
+            self._best = best
+            learner.add_neighbours(best, self._neighbours(best))
+        return learner.choose(self.untried.keys(), measured, refused, pending)
+
+    def _neighbours(self, index: int) -> list[int]:
+        """What differs in one parameter from a configuration."""
+        differs = self._positions != self._positions[index]
+        same_family = ~differs[:, list(_choices()).index("family")]
+        return list(map(int, np.flatnonzero(same_family & (differs.sum(axis=1) == 1))))
 
     def _neighbours_of_a_best(self, study: optuna.Study, untried: np.ndarray) -> np.ndarray:
         """At every second call, what differs in one parameter from the best of a group; else nothing."""

@@ -1,0 +1,248 @@
+"""What a search has learned: how far times are from the predicted ones, and which configurations ptxas spills.
+
+The cost model is the prior. What it does not see (phase effects, what ptxas makes of a kernel) is learned from
+outcomes: a Gaussian process over the parameters for the logarithm of measured over predicted, and a logistic regression
+for refusals. The next candidate is the one with the largest expected improvement, weighted by its chance to pass the
+compiler gate (Jones et al. 1998, "Efficient Global Optimization"; Gardner et al. 2014 for the weight).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...gen.config import FAMILIES, Config
+from ...gen.device import Device
+from ...gen.problem import Problem
+from ...gen.resources import estimate
+from .cost_model import predict
+
+Floats = NDArray[np.float64]
+
+POOL = 12_288
+"""Configurations that are judged at each step: drawn from a larger space, and joined by neighbours of the best."""
+
+_SHORTLIST = 1_024  # of the pool, by the linear part of the model: the Gaussian process judges these alone
+_ENOUGH = 3  # outcomes before the residual is worth a model
+
+# Standard deviations of the logarithm of time. Chosen by `tuner replay` over the recorded sweeps.
+_PARAMETER_EFFECT = 0.05
+_INTERACTION = 0.08
+_FAMILY_OFFSET = 0.10
+_NOISE = 0.012
+_ELSEWHERE_NOISE = 0.05  # of what was measured for another problem or on another card
+_INTERACTION_RANGE = 1.7  # configurations whose parameters differ in 2 x 1.7^2 places have little in common
+
+
+@dataclass(frozen=True)
+class Experience:
+    """An outcome to learn from.
+
+    Attributes:
+        config: What was tried.
+        log_residual: The logarithm of measured over predicted; None where the compiler gate refused it.
+        here: Whether it was measured in this very search's problem and card; else it says less.
+    """
+
+    config: Config
+    log_residual: float | None
+    here: bool = True
+
+
+class Learner:
+    """Chooses the next configuration from all that is known. The same outcomes and seed give the same choices.
+
+    Args:
+        problem: What is computed.
+        configs: The valid configurations.
+        device: The card, or the one whose limits they keep to.
+        seed: Of the draw of the pool.
+        emulate: The card whose pace is kept to: see `cost_model.predict`.
+        elsewhere: What other problems and cards have shown.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        configs: Sequence[Config],
+        device: Device,
+        *,
+        seed: int | None = None,
+        emulate: str | None = None,
+        elsewhere: Sequence[Experience] = (),
+    ) -> None:
+        self._problem, self._device, self._emulate = problem, device, emulate
+        self._configs = configs
+        self._features = _Features(problem)
+        self._elsewhere = elsewhere
+        self._prior: dict[int, float] = {}
+        drawn = np.arange(len(configs))
+        if len(configs) > POOL:
+            drawn = np.sort(np.random.default_rng(seed).choice(drawn, POOL, replace=False))
+        self._pool = list(map(int, drawn))
+        self._rows: dict[int, Floats] = {}
+
+    def predicted(self, index: int) -> float:
+        """The logarithm of the cycles that the cost model predicts."""
+        if index not in self._prior:
+            cycles = predict(self._problem, self._configs[index], self._device, emulate=self._emulate).cycles
+            self._prior[index] = math.log(cycles)
+        return self._prior[index]
+
+    def choose(
+        self, untried: Set[int], measured: Mapping[int, float], refused: Sequence[int], pending: Sequence[int]
+    ) -> int:
+        """The configuration to try next.
+
+        Args:
+            untried: Indices of what may be chosen; not empty.
+            measured: Costs (ms, cycles or a ratio) by index.
+            refused: What the compiler gate refused.
+            pending: What was proposed and has no outcome yet.
+        """
+        pool = np.array([index for index in self._pool if index in untried] or sorted(untried)[:POOL])
+        prior = np.array([self.predicted(index) for index in pool])
+        if len(measured) < _ENOUGH:
+            return int(pool[prior.argmin()])
+        known = np.array(list(measured))
+        offsets = np.log([measured[index] for index in known]) - [self.predicted(index) for index in known]
+        shift = float(np.median(offsets))
+        residuals, noise, rows = offsets - shift, np.full(len(known), _NOISE), self._matrix(known)
+        elsewhere = [one for one in self._elsewhere if one.log_residual is not None]
+        if elsewhere:
+            rows = np.vstack([rows, *(self._features.row(one.config) for one in elsewhere)])
+            residuals = np.concatenate([residuals, [one.log_residual or 0.0 for one in elsewhere]])
+            noise = np.concatenate([noise, [_ELSEWHERE_NOISE] * len(elsewhere)])
+        shortlist = self._shortlist(pool, prior, rows, residuals)
+        mean, deviation = self._judge(shortlist, rows, residuals, noise, pending)
+        mean += np.array([self.predicted(index) for index in shortlist]) + shift
+        chance = self._chance_to_compile(shortlist, measured, refused)
+        return int(
+            shortlist[(_expected_improvement(mean, deviation, math.log(min(measured.values()))) * chance).argmax()]
+        )
+
+    def add_neighbours(self, index: int, neighbours: Sequence[int]) -> None:
+        """Has the pool take in what differs from a new best in one parameter."""
+        self._pool = list(dict.fromkeys([*self._pool, *neighbours]))
+
+    def _matrix(self, indices: NDArray[np.int64]) -> Floats:
+        for index in indices:
+            if index not in self._rows:
+                self._rows[index] = self._features.row(self._configs[index])
+        return np.array([self._rows[index] for index in indices])
+
+    def _shortlist(self, pool: NDArray[np.int64], prior: Floats, rows: Floats, residuals: Floats) -> NDArray[np.int64]:
+        if len(pool) <= _SHORTLIST:
+            return pool
+        from sklearn.linear_model import Ridge
+
+        linear = Ridge(alpha=(_NOISE / _PARAMETER_EFFECT) ** 2, fit_intercept=False).fit(rows, residuals)
+        return pool[np.argsort(prior + linear.predict(self._matrix(pool)), kind="stable")[:_SHORTLIST]]
+
+    def _judge(
+        self,
+        shortlist: NDArray[np.int64],
+        rows: Floats,
+        residuals: Floats,
+        noise: Floats,
+        pending: Sequence[int],
+    ) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the residual.
+
+        What is pending counts as if it came out as expected: its mean teaches nothing, but nobody need look there.
+        """
+        from sklearn.gaussian_process import GaussianProcessRegressor
+
+        kernel = _kernel()
+        wanted = self._matrix(shortlist)
+        process = GaussianProcessRegressor(kernel, alpha=noise**2, optimizer=None).fit(rows, residuals)
+        mean, deviation = process.predict(wanted, return_std=True)
+        if len(pending):
+            ahead = self._matrix(np.array(pending))
+            believed = np.concatenate([residuals, process.predict(ahead)])
+            all_noise = np.concatenate([noise, np.full(len(ahead), _NOISE)])
+            fuller = GaussianProcessRegressor(kernel, alpha=all_noise**2, optimizer=None)
+            _, deviation = fuller.fit(np.vstack([rows, ahead]), believed).predict(wanted, return_std=True)
+        return mean, deviation
+
+    def _chance_to_compile(
+        self, shortlist: NDArray[np.int64], measured: Mapping[int, float], refused: Sequence[int]
+    ) -> Floats:
+        lost = [self._configs[index] for index in refused]
+        lost += [one.config for one in self._elsewhere if one.log_residual is None]
+        if not lost:
+            return np.ones(len(shortlist))
+        passed = [self._configs[index] for index in measured]
+        passed += [one.config for one in self._elsewhere if one.log_residual is not None]
+        chances = compile_chances(self._problem, passed, lost, [self._configs[index] for index in shortlist])
+        return np.array(chances)
+
+
+def compile_chances(
+    problem: Problem, passed: Sequence[Config], refused: Sequence[Config], asked: Sequence[Config]
+) -> Floats:
+    """The chance of each configuration to pass the compiler gate, learned from those that did and did not.
+
+    Args:
+        problem: What is computed.
+        passed: Configurations that passed; one or more.
+        refused: Configurations that spilled too much; one or more.
+        asked: Those to judge.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    features = _Features(problem, resources=True)
+    model = LogisticRegression(C=0.3, max_iter=500)
+    model.fit([features.row(config) for config in (*passed, *refused)], [1] * len(passed) + [0] * len(refused))
+    found: Floats = model.predict_proba([features.row(config) for config in asked])[:, 1]
+    return found
+
+
+class _Features:
+    """A configuration as numbers: each choice of its family's parameters is a 0 or 1.
+
+    Args:
+        problem: What is computed.
+        resources: Whether estimated registers and shared memory follow.
+    """
+
+    def __init__(self, problem: Problem, *, resources: bool = False) -> None:
+        self._problem, self._resources = problem, resources
+        self._places: dict[tuple[str, str, object], int] = {}
+        for name, family in FAMILIES.items():
+            self._places[name, "", None] = len(self._places)
+            for parameter, values in family.choices.items():
+                for value in values:
+                    self._places[name, parameter, value] = len(self._places)
+
+    def row(self, config: Config) -> Floats:
+        """Its features."""
+        row = np.zeros(len(self._places) + 2 * self._resources)
+        row[self._places[config.family, "", None]] = _FAMILY_OFFSET / _PARAMETER_EFFECT
+        for name in config.choices:
+            row[self._places[config.family, name, getattr(config, name)]] = 1.0
+        if self._resources:
+            needs = estimate(self._problem, config)
+            row[-2:] = (needs.registers - 200) / 30, (needs.shared_memory_bytes - 100_000) / 50_000
+        return row
+
+
+def _kernel() -> object:
+    """Of the Gaussian process: an effect of each choice, and of their interactions."""
+    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct
+
+    linear = ConstantKernel(_PARAMETER_EFFECT**2) * DotProduct(sigma_0=1e-3)
+    return linear + ConstantKernel(_INTERACTION**2) * RBF(_INTERACTION_RANGE)
+
+
+def _expected_improvement(mean: Floats, deviation: Floats, best: float) -> Floats:
+    from scipy.stats import norm
+
+    deviation = np.maximum(deviation, 1e-6)
+    z = (best - mean) / deviation
+    improvement: Floats = deviation * (z * norm.cdf(z) + norm.pdf(z))
+    return improvement

@@ -1,0 +1,161 @@
+"""Samplers against a recorded sweep: how near to its best they come, without a GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ...gen.config import Config
+from ...gen.errors import UsageError
+from .candidates import LOOK_AHEAD
+from .cost_model import predict
+from .learner import Learner, compile_chances
+from .proposals import Outcome, Proposals
+from .sweep import Sweep
+
+WITHIN = 0.01
+"""A search that ends so near to the sweep's best has found it, as far as timings tell."""
+
+_FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a sampler did over several seeds.
+
+    Attributes:
+        sampler: Its name.
+        candidates: How many it had.
+        gaps: For each seed, how much longer the best of its candidates takes than the sweep's best: 0.01 is 1 %.
+    """
+
+    sampler: str
+    candidates: int
+    gaps: tuple[float, ...]
+
+    @property
+    def median_gap(self) -> float:
+        """The median over the seeds."""
+        return statistics.median(self.gaps)
+
+    @property
+    def share_within_1_percent(self) -> float:
+        """The share of the seeds that end within 1 % of the best."""
+        return sum(gap <= WITHIN for gap in self.gaps) / len(self.gaps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """With stable names, for JSON."""
+        return {
+            "sampler": self.sampler,
+            "candidates": self.candidates,
+            "seeds": len(self.gaps),
+            "median_gap": self.median_gap,
+            "share_within_1_percent": self.share_within_1_percent,
+        }
+
+
+@dataclass(frozen=True)
+class ModelQuality:
+    """How well the models describe a sweep.
+
+    Attributes:
+        rank_correlation: Spearman's, of the cost model's prediction and the time, over all timed rows.
+        top_decile_rank_correlation: The same over the tenth that is predicted to be fastest.
+        spill_auc: Area under the ROC curve of the prediction which rows the compiler gate refuses, cross-validated;
+            None where all pass or none does.
+    """
+
+    rank_correlation: float
+    top_decile_rank_correlation: float
+    spill_auc: float | None
+
+    def to_dict(self) -> dict[str, float | None]:
+        """With stable names, for JSON."""
+        return asdict(self)
+
+
+def replay(
+    sweep: Sweep, sampler: str, *, candidates: int, seeds: Sequence[int], withheld: Sequence[Config] = ()
+) -> Replay:
+    """Runs a sampler's searches over a sweep's configurations.
+
+    Args:
+        sweep: What is known of them.
+        sampler: One of ``options.SAMPLERS``.
+        candidates: Candidates that each search decides.
+        seeds: One search each.
+        withheld: Configurations that are taken out of the sweep first, such as presets.
+
+    Raises:
+        UsageError: Nothing that was timed is left.
+    """
+    hidden = set(withheld)
+    rows = {row.config: row for row in sweep.rows if row.config not in hidden}
+    costs = {config: row.cost for config, row in rows.items() if row.cost is not None}
+    if not costs:
+        raise UsageError("nothing of this sweep was timed")
+    configs, best = list(rows), min(costs.values())
+    gaps = []
+    for seed in seeds:
+        learner = Learner(sweep.problem, configs, sweep.device, seed=seed) if sampler == "learned" else None
+        proposals = Proposals(configs, sampler=sampler, seed=seed, learner=learner)
+        found = [
+            costs[config] for config in _decided(proposals, costs, min(candidates, len(configs))) if config in costs
+        ]
+        gaps.append(min(found) / best - 1 if found else float("inf"))
+    return Replay(sampler, candidates, tuple(gaps))
+
+
+def model_quality(sweep: Sweep) -> ModelQuality:
+    """How well the cost model orders a sweep, and how well refusals can be told."""
+    from scipy.stats import spearmanr
+
+    predicted = np.array([predict(sweep.problem, row.config, sweep.device).cycles for row in sweep.timed])
+    cost = np.array([row.cost for row in sweep.timed])
+    top = np.argsort(predicted)[: max(len(predicted) // 10, 3)]
+    return ModelQuality(
+        float(spearmanr(predicted, cost).statistic),
+        float(spearmanr(predicted[top], cost[top]).statistic),
+        _spill_auc(sweep),
+    )
+
+
+def _decided(proposals: Proposals, costs: dict[Config, float], total: int) -> list[Config]:
+    """The candidates of one search, proposed so far ahead of their outcomes as a real one proposes them."""
+    waiting = deque(filter(None, (proposals.next() for _ in range(min(LOOK_AHEAD, total)))))
+    left = total - len(waiting)
+    decided = []
+    while waiting:
+        proposal = waiting.popleft()
+        cost = costs.get(proposal.config)
+        outcome = Outcome("refused", reason="by the sweep") if cost is None else Outcome("measured", cost=cost)
+        proposals.tell(proposal, outcome)
+        decided.append(proposal.config)
+        if left and (following := proposals.next()):
+            waiting.append(following)
+            left -= 1
+    return decided
+
+
+def _spill_auc(sweep: Sweep) -> float | None:
+    """Each fifth of the rows is judged by what the others taught."""
+    from sklearn.metrics import roc_auc_score
+
+    compiled = [row for row in sweep.rows if row.spill_bytes is not None]
+    passed = np.array([row.cost is not None for row in compiled])
+    folds = np.random.default_rng(0).permutation(len(compiled)) % _FOLDS
+    chances = np.zeros(len(compiled))
+    for fold in range(_FOLDS):
+        known = [row for row, of in zip(compiled, folds, strict=True) if of != fold]
+        fine = [row.config for row in known if row.cost is not None]
+        lost = [row.config for row in known if row.cost is None]
+        if not fine or not lost:
+            return None
+        asked = [row.config for row, of in zip(compiled, folds, strict=True) if of == fold]
+        chances[folds == fold] = compile_chances(sweep.problem, fine, lost, asked)
+    return float(roc_auc_score(passed, chances)) if 0 < passed.sum() < len(passed) else None

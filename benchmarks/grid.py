@@ -1,0 +1,128 @@
+"""Searches the problems of `grid.txt`, most used first, into a database from which `tuner ship` makes the shipped table.
+
+    python benchmarks/grid.py --db grid.sqlite --seconds 1800 && tuner ship --db grid.sqlite
+
+A problem that the database has a winner of is passed over, so the same command goes on where it ended. While the GPU
+measures one problem, the next ones' presets are compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from bwdtune.db.store import Store
+from bwdtune.gen.build.jobs import build
+from bwdtune.gen.build.limits import job_limit
+from bwdtune.gen.build.toolchain import find_compiler
+from bwdtune.gen.config import PRESETS
+from bwdtune.gen.device import Device
+from bwdtune.gen.errors import BwdtuneError
+from bwdtune.gen.problem import BOTTOM_RIGHT, Problem
+from bwdtune.gen.render import Source, render
+from bwdtune.gen.space import refusal
+from bwdtune.runtime.gpu import current_device, environment, gpu_key
+from bwdtune.tuner.lab.gpu_client import Worker
+from bwdtune.tuner.search.options import SearchOptions
+from bwdtune.tuner.search.report import progress_for
+from bwdtune.tuner.search.tuning import search
+
+GRID = Path(__file__).with_name("grid.txt")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--db", required=True, help="database file or URL")
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no search later than this")
+    parser.add_argument("--trials", type=int, default=14, help="candidates a search decides")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--list", action="store_true", help="print the problems and end")
+    options = parser.parse_args()
+    problems = [problem_of(line) for line in GRID.read_text().splitlines() if line.split("#")[0].strip()]
+    if options.list:
+        print("\n".join(problem.label for problem in problems))
+        return 0
+    start, device = time.monotonic(), current_device()
+    environment_here = environment(device, find_compiler(device.arch).version)
+    from rich.console import Console
+
+    console = Console(stderr=True, width=160)
+    with closing(Store.open(options.db)) as store, Worker() as worker:
+        known = {winner.problem for winner in store.winners() if winner.environment.gpu == gpu_key(device)}
+        left = [problem for problem in problems if problem not in known]
+        _prefetch(left, device)
+        for number, problem in enumerate(left, 1):
+            if time.monotonic() - start > options.seconds:
+                print(f"the time is up: {len(left) - number + 1} problems are left")
+                break
+            begun = time.monotonic()
+            try:
+                result = search(
+                    problem,
+                    device,
+                    store,
+                    SearchOptions(seed=options.seed, trials=options.trials),
+                    builder=lambda source, target: build([source], target, jobs=1)[0],
+                    progress=progress_for(console),
+                    bench=worker,
+                    environment=environment_here,
+                )
+            except BwdtuneError as error:
+                print(f"{problem.label}: {error}")
+                continue
+            times = {row.kernel: row.ms for row in result.rows if row.ms}
+            best = result.winner
+            name = best.config.id if best and best.config else "none"
+            times_text = ", ".join(f"{kernel} {ms:.3f}" for kernel, ms in sorted(times.items(), key=lambda one: one[1]))
+            print(f"{problem.label}: {name}; ms: {times_text}; {time.monotonic() - begun:.0f} s", flush=True)
+            if result.interrupted:
+                return 130
+    return 0
+
+
+def problem_of(line: str) -> Problem:
+    """A line of the grid, written as the options of `tuner search` are."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape")
+    parser.add_argument("--dtype", default="bf16")
+    for flag in ("causal", "varlen", "deterministic", "softcap"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--window", type=lambda text: [int(limit) for limit in text.split(",")], default=[-1, -1])
+    parser.add_argument("--alignment", default="")
+    given = parser.parse_args(shlex.split(line, comments=True))
+    return Problem.parse(
+        given.shape,
+        dtype=given.dtype,
+        causal=given.causal,
+        window_left=given.window[0],
+        window_right=given.window[1],
+        bottom_right=given.alignment == BOTTOM_RIGHT,
+        varlen=given.varlen,
+        deterministic=given.deterministic,
+        softcap=given.softcap,
+    )
+
+
+def _prefetch(problems: Sequence[Problem], device: Device) -> None:
+    """Compiles the presets of all problems in the background, in the order in which they are needed."""
+    sources: dict[str, Source] = {}
+    for problem in problems:
+        for config in PRESETS.values():
+            if refusal(problem, config, device) is None:
+                source = render(problem, config)
+                sources.setdefault(source.hash, source)
+    jobs = max(1, job_limit(os.environ) - 2)
+    threading.Thread(
+        target=build, args=(list(sources.values()), device.arch), kwargs={"jobs": jobs}, daemon=True
+    ).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

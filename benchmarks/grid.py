@@ -1,6 +1,7 @@
 """Searches the problems of `grid.txt`, most used first, into a database from which `tuner ship` makes the shipped table.
 
-    python benchmarks/grid.py --db grid.sqlite --seconds 1800 && tuner ship --db grid.sqlite
+    python benchmarks/grid.py --db grid.sqlite
+    tuner ship --db grid.sqlite
 
 A problem that the database has a winner of is passed over, so the same command goes on where it ended. While the GPU
 measures one problem, the next ones' presets are compiled.

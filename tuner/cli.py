@@ -167,7 +167,7 @@ def search(
     problem: Problem,
     trials: Annotated[int, typer.Option("--trials", help="Candidates to decide.")] = DEFAULT_TRIALS,
     time: Annotated[float | None, typer.Option("--time", help="Begin no candidate after so many seconds.")] = None,
-    sampler: Annotated[str, typer.Option("--sampler", help="tpe, random or exhaustive.")] = "tpe",
+    sampler: Annotated[str, typer.Option("--sampler", help="learned, tpe, random or exhaustive.")] = "tpe",
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the sampler's choices repeatable.")] = None,
     limits: LimitsOption = None,
     emulate: EmulateOption = None,

@@ -44,6 +44,7 @@ from ..lab.timing import RACE_POLICY, SEARCH_POLICY, Cycles, Policy, Timing, Tim
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
 from .cost_model import predict, ranked
 from .options import LIMITS, SearchOptions
+from .learner import Learner
 from .proposals import Outcome, Proposals, StudyLog
 from .report import Progress, Row, SearchResult
 
@@ -130,7 +131,7 @@ class _Survey(CandidateSearch):
 
     def find(self) -> SearchResult:
         presets, sampler = tuple(PRESETS.values()), self.options.sampler
-        if sampler == "tpe":  # there are no times to learn from: the model's are what is known
+        if sampler in ("learned", "tpe"):  # there are no times to learn from: the model's are what is known
             first = (*presets, *ranked(self.problem, self.configs, self.device, emulate=self.options.emulate))
             proposals = Proposals(self.configs, sampler="exhaustive", seed=self.seed, first=first)
             self.notes.append("candidates were proposed in the order of their predicted times, presets first")
@@ -273,7 +274,12 @@ class _Tuning(CandidateSearch):
 
     def find(self) -> SearchResult:
         first = (*PRESETS.values(), *self._head_starts())
-        proposals = Proposals(self.configs, sampler=self.options.sampler, seed=self.seed, first=first)
+        learner = None
+        if self.options.sampler == "learned":
+            learner = Learner(
+                self.problem, self.configs, self.space_device, seed=self.seed, emulate=self.options.emulate
+            )
+        proposals = Proposals(self.configs, sampler=self.options.sampler, seed=self.seed, first=first, learner=learner)
         for config, outcome in self._log.past():
             if proposals.learn(config, outcome):
                 self.counts.earlier += 1

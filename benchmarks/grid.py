@@ -1,4 +1,4 @@
-"""Searches the problems of `grid.txt`, most used first, into a database from which `tuner ship` makes the shipped table.
+"""Searches the problems of `grid.txt`, most used first, into a database for `tuner ship`.
 
     python benchmarks/grid.py --db grid.sqlite
     tuner ship --db grid.sqlite

@@ -43,8 +43,8 @@ from ..lab.gpu_client import CandidateError, WorkerError
 from ..lab.timing import RACE_POLICY, SEARCH_POLICY, Cycles, Policy, Timing, Timings
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
 from .cost_model import predict, ranked
-from .options import LIMITS, SearchOptions
 from .learner import Learner
+from .options import LIMITS, SearchOptions
 from .proposals import Outcome, Proposals, StudyLog
 from .report import Progress, Row, SearchResult
 

@@ -156,6 +156,19 @@ class Problem:
         return {"shape": self.shape, **self.features, "dtype": self.dtype}
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """The options of the command line that describe it."""
+        asked = ["--shape", self.shape]
+        if self.causal:
+            asked.append("--causal")
+        if self.mask == WINDOW:
+            asked.append(f"--window={self.window_left},{self.window_right}")  # a limit may begin with a minus
+        if self.bottom_right:
+            asked += ["--alignment", BOTTOM_RIGHT]
+        asked += [f"--{flag}" for flag in ("softcap", "varlen", "deterministic") if getattr(self, flag)]
+        return (*asked, "--dtype", self.dtype)
+
+    @property
     def mask(self) -> str:
         """The kind of mask, which kernels are generated for: ``full``, ``causal`` or ``window``."""
         if self.window_left != UNLIMITED or self.window_right != UNLIMITED:

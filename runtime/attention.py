@@ -346,16 +346,13 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _kernel_for(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> Kernel | None:
-    """The kernel for this input; where there is none, its reason goes to the log, once."""
+    """The kernel for this input. Where there is none the log says why, once; of what is stored, dispatch says it."""
     reason = _objection(call, q, k, v, enable_gqa)
     if not reason:
         try:
-            choice = dispatch.choose(call.problem(q, k), q.device.index or 0)
+            return dispatch.choose(call.problem(q, k), q.device.index or 0).kernel
         except UsageError as error:  # a size that no problem can have
-            choice = dispatch.Choice(None, str(error))
-        if choice.kernel:
-            return choice.kernel
-        reason = choice.reason
+            reason = str(error)
     if reason not in _said:
         _said.add(reason)
         _log.warning("attention has PyTorch's backward: %s", reason)

@@ -36,7 +36,16 @@ from .toolchain import Compiler, Toolchain, ToolchainError, find_compiler
 if TYPE_CHECKING:
     from ..render import Source
 
-__all__ = ["BuildError", "CompileError", "CompiledResources", "Variant", "build", "build_one", "job_limit"]
+__all__ = [
+    "BuildError",
+    "CompileError",
+    "CompiledResources",
+    "Variant",
+    "build",
+    "build_one",
+    "find_built",
+    "job_limit",
+]
 
 DEFAULT_TIMEOUT_S = 120.0
 MAIN_KERNEL = "backward_kernel"
@@ -125,7 +134,7 @@ def build(
     try:
         compiler = find_compiler(arch)
     except ToolchainError:
-        ready = [_newest(entries, source, arch) for source in sources]
+        ready = [find_built(source, arch, cache=cache) for source in sources]
         variants = [variant for variant in ready if variant]
         if len(variants) < len(sources):
             raise
@@ -174,8 +183,12 @@ def _key(source: Source, arch: str, compiler: Compiler) -> str:
     return f"{source.hash}-{arch}-{digest[:16]}"
 
 
-def _newest(entries: Path, source: Source, arch: str) -> Variant | None:
-    """A library of a source by whatever compiler there was: what is in the cache serves without one."""
+def find_built(source: Source, arch: str, *, cache: Path | None = None) -> Variant | None:
+    """A source's library that is in the cache, by whatever compiler; the newest of several, None where there is none.
+
+    Unlike `build` it needs no compiler, and starts no process to ask one for its version.
+    """
+    entries = cache_dir(cache) / "kernels"
     ready = [(path, read_record(path)) for path in entries.glob(f"{source.hash}-{arch}-*")]
     usable = [(path.stat().st_mtime, path, record) for path, record in ready if record and record.status == "ok"]
     if not usable:

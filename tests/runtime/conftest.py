@@ -13,15 +13,15 @@ from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render, template_hash
 from bwdtune.runtime import attention as attention_module
-from bwdtune.runtime import dispatch
-from bwdtune.runtime.gpu import gpu_key
+from bwdtune.runtime import dispatch, gpu
 
 StoreWinner = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered() -> Iterator[None]:
-    """What one test stored, another must not see; nor what was said."""
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What one test stored, another must not see; nor what was said. Kernels are compiled in the call that asks."""
+    monkeypatch.setenv("BWDTUNE_ON_MISS", "wait")
     dispatch.forget()
     attention_module._said.clear()
     yield
@@ -31,7 +31,7 @@ def _nothing_remembered() -> Iterator[None]:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Dispatch to the CPU: winners for it are compiled as plain C++."""
-    monkeypatch.setattr(dispatch, "current_device", lambda index: HOST)
+    monkeypatch.setattr(gpu, "current_device", lambda index: HOST)
     monkeypatch.setattr(attention_module, "_DEVICE_TYPES", ("cpu",))
     return HOST
 
@@ -45,13 +45,13 @@ def store_winner() -> StoreWinner:
         config: Config = PRESETS["v2"],
         *,
         device: Device = HOST,
-        gpu: GpuKey | None = None,
+        key: GpuKey | None = None,
         limits: str | None = None,
         source_hash: str = "",
     ) -> None:
         opened = Store.open()
         try:
-            environment = Environment(gpu or gpu_key(device), device.arch, "580", "13.0", "2.9")
+            environment = Environment(key or gpu.gpu_key(device), device.arch, "580", "13.0", "2.9")
             variant = VariantRecord(
                 config, source_hash or render(problem, config).hash, template_hash(), device.arch, "13.0"
             )

@@ -17,13 +17,13 @@ import pytest
 from bwdtune.db.records import Environment, GpuKey
 from bwdtune.db.shipped import Shipped, write_shipped
 from bwdtune.db.store import Store
-from bwdtune.gen.build.jobs import build_one
+from bwdtune.gen.build.jobs import find_built
 from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
-from bwdtune.runtime import dispatch
-from bwdtune.runtime.dispatch import choose
+from bwdtune.runtime import dispatch, gpu
+from bwdtune.runtime.dispatch import builds, choices, choose
 from bwdtune.runtime.gpu import NoGpuError
 
 PROBLEM = Problem.parse("2_4_128_64", causal=True)
@@ -54,7 +54,7 @@ def test_no_database_is_no_winner_and_none_is_made(host: Device) -> None:
         ("2_4_150_64", "v1"),
         ("2_4_2048_64", "v2"),
         ("64_4_150_64", "v1"),
-        ("1_1_100_64", "v1"),
+        ("2_1_100_64", "v1"),
         ("2_4_1_900_64", "v2"),
         ("1_8_128_64", "v1"),
     ],
@@ -80,16 +80,16 @@ def test_a_winner_for_another_kind_of_problem_is_never_used(
     assert choose(PROBLEM, 0).kernel is None
 
 
-@pytest.mark.parametrize("gpu", [GpuKey("another card", "host"), GpuKey(HOST.name, "9.0")])
-def test_a_winner_of_another_gpu_is_never_used(host: Device, store_winner: Callable[..., None], gpu: GpuKey) -> None:
-    store_winner(PROBLEM, gpu=gpu)
+@pytest.mark.parametrize("key", [GpuKey("another card", "host"), GpuKey(HOST.name, "9.0")])
+def test_a_winner_of_another_gpu_is_never_used(host: Device, store_winner: Callable[..., None], key: GpuKey) -> None:
+    store_winner(PROBLEM, key=key)
     assert choose(PROBLEM, 0).kernel is None
 
 
 def test_each_gpu_has_its_own_winner(store_winner: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is asked for first, and however often."""
     cards = [HOST, replace(HOST, name="another card")]
-    monkeypatch.setattr(dispatch, "current_device", lambda index: cards[index])
+    monkeypatch.setattr(gpu, "current_device", lambda index: cards[index])
     for card, preset in zip(cards, ("v1", "v2"), strict=True):
         store_winner(PROBLEM, PRESETS[preset], device=card)
     found = {}
@@ -126,7 +126,7 @@ def test_a_winner_that_does_not_fit_the_device(
     host: Device, store_winner: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_winner(PROBLEM)
-    monkeypatch.setattr(dispatch, "current_device", lambda index: replace(HOST, shared_memory_per_block_bytes=1000))
+    monkeypatch.setattr(gpu, "current_device", lambda index: replace(HOST, shared_memory_per_block_bytes=1000))
     assert "bytes of shared memory" in choose(PROBLEM, 0).reason
 
 
@@ -135,14 +135,14 @@ def test_a_winner_that_splits_groups_serves_grouped_heads(host: Device, store_wi
     store_winner(Problem.parse("2_4_1_128_64", causal=True), split)
     assert chosen_config(Problem.parse("2_4_2_300_64", causal=True)) == split.id
     assert choose(PROBLEM, 0).reason.endswith("cannot be used: a group is one query head: there is nothing to split")
-    store_winner(Problem.parse("1_1_999_64", causal=True), PRESETS["v2"])
+    store_winner(Problem.parse("1_4_128_64", causal=True), PRESETS["v2"])
     dispatch.forget()
     assert chosen_config() == PRESETS["v2"].id
 
 
 def test_sizes_that_the_kernel_cannot_count(host: Device, store_winner: Callable[..., None]) -> None:
     store_winner(PROBLEM)
-    huge = PROBLEM.resized(batch=2**20, heads_q=2**10, heads_kv=2**10, seqlen_q=2**20, seqlen_kv=2**20)
+    huge = PROBLEM.resized(batch=2**20, heads_q=2**10, heads_kv=2**10, seqlen_q=512, seqlen_kv=512)
     choice = choose(huge, 0)
     assert choice.kernel is None
     assert "2^31" in choice.reason
@@ -168,7 +168,7 @@ def test_no_gpu_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(index: int) -> Device:
         raise NoGpuError("the driver shows no GPU")
 
-    monkeypatch.setattr(dispatch, "current_device", fail)
+    monkeypatch.setattr(gpu, "current_device", fail)
     assert choose(PROBLEM, 0).reason == "the driver shows no GPU"
 
 
@@ -187,22 +187,22 @@ def test_threads_share_one_lookup_and_one_compile(
     host: Device, store_winner: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_winner(PROBLEM)
-    built, opened = [], []
-    monkeypatch.setattr(dispatch, "build_one", lambda *args: built.append(args) or build_one(*args))
+    looked_up, opened = [], []
+    monkeypatch.setattr(builds, "find_built", lambda *args: looked_up.append(args) or find_built(*args))
     open_store = Store.open
     monkeypatch.setattr(Store, "open", lambda **options: opened.append(options) or open_store(**options))
     problems = [PROBLEM, Problem.parse("2_4_100_64", causal=True)] * 8
     with ThreadPoolExecutor(16) as pool:
         choices = list(pool.map(lambda problem: choose(problem, 0), problems))
     assert len({choice.kernel for choice in choices}) == 1
-    assert len(built) == 1
+    assert len(looked_up) == 1
     assert opened == [{"read_only": True}]
 
 
 def test_a_fork_while_another_thread_looks_up(host: Device, store_winner: Callable[..., None]) -> None:
     store_winner(PROBLEM)
     chosen_config()
-    with dispatch._State.lock:
+    with choices._dispatcher._changed:
         child = os.fork()
         if not child:
             status = 1
@@ -253,10 +253,20 @@ class TestShipped:
             "the configuration that is shipped for 2_4_128_64 bf16 causal on host CPU (measured on host CPU)"
         )
 
-    def test_a_users_winner_comes_first(self, host: Device, store_winner: Callable[..., None]) -> None:
+    def test_a_users_winner_of_the_same_problem_comes_first(
+        self, host: Device, store_winner: Callable[..., None]
+    ) -> None:
         write_shipped([self.ROW])
-        store_winner(Problem.parse("2_4_1024_64", causal=True), PRESETS["v2"])
+        store_winner(PROBLEM, PRESETS["v2"])
         assert chosen_config() == PRESETS["v2"].id
+
+    def test_what_is_shipped_for_this_problem_comes_before_a_users_winner_of_another(
+        self, host: Device, store_winner: Callable[..., None]
+    ) -> None:
+        write_shipped([self.ROW])
+        store_winner(Problem.parse("2_4_150_64", causal=True), PRESETS["v2"])
+        assert chosen_config() == PRESETS["v1"].id
+        assert chosen_config(Problem.parse("2_4_149_64", causal=True)) == PRESETS["v2"].id
 
     def test_it_stands_in_for_a_winner_that_cannot_be_used(
         self, host: Device, store_winner: Callable[..., None]

@@ -11,7 +11,7 @@ from ...db.records import EMULATED, MEASURED, EmulatedBest, Winner
 from ...db.shipped import Shipped, write_shipped
 from ...gen.device import device_for_arch
 from ...gen.emulation import EMULATED as CARDS
-from ...gen.problem import BOTTOM_RIGHT, WINDOW, Problem
+from ...gen.problem import Problem
 from ...gen.render import render
 from ...runtime.gpu import gpu_key
 
@@ -109,10 +109,4 @@ def _emulated(best: EmulatedBest) -> Shipped:
 
 
 def _command(problem: Problem, *options: str) -> str:
-    asked = ["--causal"] if problem.causal else []
-    if problem.mask == WINDOW:
-        asked.append(f"--window={problem.window_left},{problem.window_right}")  # a limit may begin with a minus
-    if problem.bottom_right:
-        asked += ["--alignment", BOTTOM_RIGHT]
-    asked += [f"--{flag}" for flag in ("softcap", "varlen", "deterministic") if getattr(problem, flag)]
-    return shlex.join(["tuner", "search", "--shape", problem.shape, *asked, "--dtype", problem.dtype, *options])
+    return shlex.join(["tuner", "search", *problem.options, *options])

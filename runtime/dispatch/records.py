@@ -1,0 +1,81 @@
+"""What dispatch chooses among, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...db.records import GpuKey
+from ...gen.config import Config
+from ...gen.problem import Problem
+from ..kernel import Kernel
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration that was verified and timed for a problem: a stored winner, or one that is shipped.
+
+    Attributes:
+        problem: What it was found for.
+        config: The configuration.
+        source_hash: Hash of the source that was verified.
+        gpu: The kind of GPU that it is for.
+        ms: Its measured time; None where it was emulated.
+        pytorch_ms: The time of PyTorch's default backward in the same race; None where it was not taken.
+        shipped: Whether this version ships it; else it is a stored winner.
+        limits: The card whose limits its search kept to, if any.
+        origin: Where it was measured, in a few words; empty for a stored winner.
+    """
+
+    problem: Problem
+    config: Config
+    source_hash: str
+    gpu: GpuKey
+    ms: float | None
+    pytorch_ms: float | None = None
+    shipped: bool = False
+    limits: str | None = None
+    origin: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        if not self.shipped:
+            return f"the winner of {self.problem.label}"
+        return f"the configuration that is shipped for {self.problem.label} on {self.gpu.name} ({self.origin})"
+
+    @property
+    def advantage(self) -> float | None:
+        """How many times as fast as PyTorch's default it was; None where that was not measured."""
+        return self.pytorch_ms / self.ms if self.ms and self.pytorch_ms else None
+
+
+class Cause:
+    """Why PyTorch's backward computes a problem: a few fixed phrases, to count by."""
+
+    NO_GPU = "no usable GPU"
+    READING = "stored winners are being read"
+    NOTHING_STORED = "nothing is stored or shipped"
+    OUT_OF_REACH = "nothing near enough is stored"
+    SLOWER = "PyTorch was measured to be faster"
+    BUILDING = "the kernel is being built"
+    UNUSABLE = "the kernel cannot be used"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes a problem.
+
+    Attributes:
+        kernel: Ready to be launched; None where PyTorch's backward has to do.
+        reason: One line: whose winner it is, or that it is shipped and where it comes from, or why there is none.
+        final: Whether it stays so. Not while the stored winners are being read or the kernel is being built in the
+            background: PyTorch's backward serves meanwhile. Subscribers are told when that ends (`subscribe`).
+        cause: Where there is no kernel, the kind of reason, one of `Cause`.
+        row: Where the kernel comes from, or would.
+    """
+
+    kernel: Kernel | None
+    reason: str
+    final: bool = True
+    cause: str = ""
+    row: Row | None = None

@@ -1,0 +1,75 @@
+"""Reads what there is to choose from: the stored winners, and what this version ships."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...db.shipped import Shipped, read_shipped
+from ...gen.errors import BwdtuneError
+from .records import Row
+
+if TYPE_CHECKING:
+    from ...db.records import Winner
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows, and why there may be too few.
+
+    Attributes:
+        rows: Stored winners, then shipped ones.
+        trouble: Why the database cannot be read; empty where it can, or where there is none.
+    """
+
+    rows: tuple[Row, ...]
+    trouble: str = ""
+
+
+def read_rows() -> Rows:
+    """Opens the database for reading only. Trouble with it is a reason, never an exception."""
+    winners, trouble = _read_winners()
+    return Rows((*map(_of_winner, winners), *map(_of_shipped, read_shipped())), trouble)
+
+
+def _read_winners() -> tuple[list[Winner], str]:
+    try:
+        from ...db.errors import NoDatabase
+        from ...db.store import Store  # SQLAlchemy is loaded by those who need it
+    except ImportError as error:
+        return [], f"the database cannot be read: {error}"
+    try:
+        store = Store.open(read_only=True)
+        try:
+            return store.winners(), ""
+        finally:
+            store.close()
+    except NoDatabase:  # as good as an empty one
+        return [], ""
+    except (BwdtuneError, OSError) as error:
+        return [], str(error)
+    except Exception as error:  # of a driver or a server: whatever it is, training goes on without the database
+        return [], f"the database cannot be read: {type(error).__name__}: {error}"
+
+
+def _of_winner(winner: Winner) -> Row:
+    return Row(
+        problem=winner.problem,
+        config=winner.config,
+        source_hash=winner.source_hash,
+        gpu=winner.environment.gpu,
+        ms=winner.median_ms,
+        limits=winner.limits,
+    )
+
+
+def _of_shipped(row: Shipped) -> Row:
+    return Row(
+        problem=row.problem,
+        config=row.config,
+        source_hash=row.source_hash,
+        gpu=row.gpu,
+        ms=row.ms,
+        shipped=True,
+        origin=row.origin,
+    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
+from jinja2 import meta, nodes
 
 from .config import Config
 from .device import H200, Device
@@ -16,7 +17,6 @@ from .errors import UsageError
 from .problem import FLAGS, Problem
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
-_KERNEL_FOLDERS = ("common", "measure", "mma", "mmat", "wgmma")  # the others hold what is not part of a kernel
 _HASH_DIGITS = 16
 
 
@@ -68,7 +68,7 @@ def render(
     Raises:
         UsageError: ``card`` cannot emulate that.
     """
-    template = environment().get_template(f"{config.family}/backward.cu.j2")
+    template = environment().get_template(_main_template(config.family))
     probed = cycles or emulate is not None
     if probed and config.group != "mma":
         raise UsageError(f"{config.group} kernels do not count their cycles, and keep to no other card's pace")
@@ -86,12 +86,47 @@ def render(
 
 
 @functools.cache
-def template_hash() -> str:
-    """A hash of all files that a kernel is rendered from: under another one, stored timings are of other kernels."""
+def template_hash(family: str) -> str:
+    """A hash of all files that a family's kernels are rendered from: what was tried under another one may be other now.
+
+    Not a kernel's identity, which is its machine code (`build.machine_code`).
+    """
     digest = hashlib.sha256()
-    for path in sorted(path for folder in _KERNEL_FOLDERS for path in (TEMPLATES / folder).iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for name in sorted(template_files(family)):
+        digest.update(name.encode() + b"\0" + (TEMPLATES / name).read_bytes() + b"\0")
     return digest.hexdigest()[:_HASH_DIGITS]
+
+
+def template_files(family: str) -> frozenset[str]:
+    """The files that a family's kernels are rendered from, below ``templates/``: what a template names, and so on."""
+    found: set[str] = set()
+    left = [_main_template(family)]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += _named_in(name)
+    return frozenset(found)
+
+
+def _main_template(family: str) -> str:
+    return f"{family}/backward.cu.j2"
+
+
+@functools.cache
+def _named_in(name: str) -> list[str]:
+    """The templates that a template includes or imports, and the headers that it reads."""
+    if not name.endswith(".j2"):
+        return []  # a plain header goes in as it is
+    tree = environment().parse((TEMPLATES / name).read_text(encoding="utf-8"))
+    named = list(meta.find_referenced_templates(tree))
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == "header":
+            (argument,) = call.args
+            named.append(argument.value if isinstance(argument, nodes.Const) else None)
+    constant = [other for other in named if other is not None]
+    assert len(constant) == len(named), f"{name} names a file by an expression: nothing can say which it is made of"
+    return constant
 
 
 @functools.cache

@@ -15,7 +15,6 @@ from .config import FAMILIES, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, Transposed
 from .device import Device
 from .errors import UsageError
 from .problem import CAUSAL, FULL, WINDOW, Problem
-from .render import template_hash
 from .resources import (
     FRAGMENT_COLUMNS,
     blocks_per_sm,
@@ -279,7 +278,7 @@ def refusals(problem: Problem, device: Device) -> Counter[str]:
 
 
 def space_hash() -> str:
-    """Changes where the parameters, their choices or the templates do: a study of another space cannot go on."""
+    """Changes where the parameters or their choices do: a study of another space cannot go on."""
     parameters = {family: config_type.choices for family, config_type in FAMILIES.items()}
-    text = json.dumps([parameters, template_hash()], sort_keys=True)
+    text = json.dumps(parameters, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_SPACE_HASH_DIGITS]

@@ -8,6 +8,7 @@ nobody pays for it twice.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -95,6 +96,19 @@ class Variant:
     cached: bool
     kernels: dict[str, CompiledResources] = field(default_factory=dict)
     lasting: bool = True
+
+    @functools.cached_property
+    def machine_code(self) -> str | None:
+        """What tells this kernel from another: the hash of its machine code, read from the library.
+
+        None where nothing was compiled, and for ``host``, which has no machine code of a GPU.
+
+        Raises:
+            MachineCodeError: The library was damaged or removed since.
+        """
+        from .machine_code import machine_code  # only here: the library that reads ELF files takes a while to load
+
+        return machine_code(self.library) if self.library else None
 
 
 def build(

@@ -92,7 +92,8 @@ class Toolchain:
         # nvcc looks in lib64, but the pip wheels have lib.
         libraries = nvcc.parent.parent / "lib"
         search = [f"-L{libraries}"] if (libraries / "libcudart_static.a").exists() else []
-        return [str(nvcc), *self.flags(arch), *search, source, "-o", library]
+        # The cubin is read from the library again (see `machine_code`), also where a release of nvcc would compress it.
+        return [str(nvcc), *self.flags(arch), "-no-compress", *search, source, "-o", library]
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
+import jinja2
 import pytest
 
-from bwdtune.gen.config import PRESETS, Config, MmaConfig
+from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.render import render, template_hash
+from bwdtune.gen.render import TEMPLATES, environment, render, template_files, template_hash
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
@@ -71,7 +74,7 @@ def test_rendering_is_the_same_in_another_process() -> None:
     program = (
         "from bwdtune.gen.config import PRESETS; from bwdtune.gen.problem import Problem;"
         "from bwdtune.gen.render import render, template_hash;"
-        "print(render(Problem.parse('8_16_4096_128', causal=True), PRESETS['v1']).hash, template_hash())"
+        "print(render(Problem.parse('8_16_4096_128', causal=True), PRESETS['v1']).hash, template_hash('mma'))"
     )
     hashes = [
         subprocess.run(
@@ -79,7 +82,38 @@ def test_rendering_is_the_same_in_another_process() -> None:
         ).stdout.split()
         for seed in ("0", "1")
     ]
-    assert hashes[0] == hashes[1] == [render(SEED, PRESETS["v1"]).hash, template_hash()]
+    assert hashes[0] == hashes[1] == [render(SEED, PRESETS["v1"]).hash, template_hash("mma")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_template_hash_covers_what_the_kernels_read(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file that rendering opens, in whatever folder, is one that the hash covers."""
+    opened: set[str] = set()
+    read_text, get_source = Path.read_text, jinja2.FileSystemLoader.get_source
+
+    def read(path: Path, *args: Any, **options: Any) -> str:
+        opened.add(path.relative_to(TEMPLATES).as_posix())
+        return read_text(path, *args, **options)
+
+    def load(loader: jinja2.FileSystemLoader, environment: jinja2.Environment, name: str) -> Any:
+        opened.add(name)
+        return get_source(loader, environment, name)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(jinja2.FileSystemLoader, "get_source", load)
+    files = template_files(family)
+    opened.clear()
+    environment().cache.clear()
+    for config in (config for config in PRESETS.values() if config.family == family):
+        for problem in (SEED, Problem.parse("8_16_4096_128", window_left=5, varlen=True, softcap=True)):
+            render(problem, config)
+    assert opened <= files
+    assert f"{family}/backward.cu.j2" in opened
+
+
+def test_a_template_hash_is_of_one_family() -> None:
+    assert len({template_hash(family) for family in FAMILIES}) == len(FAMILIES)
+    assert not {name for name in template_files("wgmma") if name.startswith(("mma/", "mmat/"))}
 
 
 def test_one_file_is_the_whole_product() -> None:

@@ -53,7 +53,7 @@ def store_winner() -> StoreWinner:
         try:
             environment = Environment(key or gpu.gpu_key(device), device.arch, "580", "13.0", "2.9")
             variant = VariantRecord(
-                config, source_hash or render(problem, config).hash, template_hash(), device.arch, "13.0"
+                config, source_hash or render(problem, config).hash, template_hash(config.family), device.arch, "13.0"
             )
             variant_id = opened.record_variant(problem, variant)
             verification = opened.record_verification(problem, variant_id, VerificationRecord(True, 0.003))

@@ -240,7 +240,7 @@ class CandidateSearch(ABC):
             VariantRecord(
                 config=variant.source.config,
                 source_hash=variant.source.hash,
-                template_hash=template_hash(),
+                template_hash=template_hash(variant.source.config.family),
                 arch=variant.arch,
                 toolchain=variant.toolchain,
                 status=variant.status,

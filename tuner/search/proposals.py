@@ -26,6 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...gen.config import FAMILIES, Config, config_from_dict
 from ...gen.errors import BwdtuneError
+from ...gen.render import template_hash
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -137,7 +138,7 @@ class StudyLog:
         name: The study's name, which ends with the hash of the search space: choices that changed make another study.
         space_hash: That hash.
         conditions: What a time depends on besides the configuration (driver, toolkit, policy, …). Trials made under
-            other conditions stay in the log but are not read back.
+            other conditions, or with other templates of their family, stay in the log but are not read back.
 
     Raises:
         BwdtuneError: The database fails, here or in a method.
@@ -157,13 +158,14 @@ class StudyLog:
         with _one_line_errors():
             trials = self._study.get_trials(deepcopy=False)
         for trial in trials:
-            if trial.user_attrs.get(_CONDITIONS_ATTRIBUTE) != self._conditions or trial.state not in _OUTCOME_STATES:
+            if trial.state not in _OUTCOME_STATES:
                 continue
             try:
                 config = _config_of(trial.params)
             except BwdtuneError:
                 continue
-            yield config, _outcome(trial)
+            if trial.user_attrs.get(_CONDITIONS_ATTRIBUTE) == self._conditions_of(config):
+                yield config, _outcome(trial)
 
     def add(self, config: Config, outcome: Outcome) -> None:
         """Logs an ended trial, in one transaction; not one whose outcome does not last."""
@@ -176,8 +178,11 @@ class StudyLog:
         return {
             _CONFIG_ATTRIBUTE: config.id,
             _REASON_ATTRIBUTE: outcome.reason,
-            _CONDITIONS_ATTRIBUTE: self._conditions,
+            _CONDITIONS_ATTRIBUTE: self._conditions_of(config),
         }
+
+    def _conditions_of(self, config: Config) -> str:
+        return f"{self._conditions} templates {template_hash(config.family)}"
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def store(tmp_path) -> Callable[[], AbstractContextManager[Store]]:
     path = tmp_path / "bwdtune.sqlite"
     with closing(Store.open(path)) as store:
         for config, ms in ((V2, 9.5), (SPECIAL, 8.5)):
-            record = VariantRecord(config, render(SEED, config).hash, template_hash(), "sm_90a", "13.0.88")
+            record = VariantRecord(config, render(SEED, config).hash, template_hash(config.family), "sm_90a", "13.0.88")
             variant_id = store.record_variant(SEED, record)
             verification_id = store.record_verification(SEED, variant_id, GOOD)
             measurement = MeasurementRecord(ENVIRONMENT, "race", ms, ms, ms, 40)
@@ -337,7 +337,7 @@ def emulated_store(store) -> Callable[[], AbstractContextManager[Store]]:
     with closing(Store.open(path)) as opened:
         for config, cycles in ((V2, 27e6), (V3, 25.5e6)):
             source = render(SEED, config, emulate="sm_120")
-            record = VariantRecord(config, source.hash, template_hash(), "sm_90a", "13.0.88")
+            record = VariantRecord(config, source.hash, template_hash(config.family), "sm_90a", "13.0.88")
             variant_id = opened.record_variant(SEED, record)
             verification_id = opened.record_verification(SEED, variant_id, GOOD)
             measurement = MeasurementRecord(
@@ -438,7 +438,9 @@ def test_families_of_one_group_have_one_name(store, monkeypatch):
     with store() as opened:
         path = opened.url.database
     with closing(Store.open(path)) as opened:
-        variant_id = opened.record_variant(SEED, VariantRecord(other, "source", template_hash(), "sm_90a", "13.0.88"))
+        variant_id = opened.record_variant(
+            SEED, VariantRecord(other, "source", template_hash(other.family), "sm_90a", "13.0.88")
+        )
         opened.record_verification(SEED, variant_id, GOOD)
         opened.record_measurement(SEED, variant_id, MeasurementRecord(ENVIRONMENT, "race", 7.0, 7.0, 7.0, 40))
     with closing(Store.open(path, read_only=True)) as opened:

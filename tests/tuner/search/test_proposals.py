@@ -10,8 +10,10 @@ from dataclasses import replace
 import optuna
 import pytest
 
-from bwdtune.gen.config import PRESETS, Config, MmaConfig
+from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig
 from bwdtune.gen.errors import BwdtuneError
+from bwdtune.gen.render import template_hash
+from bwdtune.tuner.search import proposals
 from bwdtune.tuner.search.options import SAMPLERS
 from bwdtune.tuner.search.proposals import Outcome, Proposals, StudyLog
 
@@ -144,6 +146,16 @@ def test_the_log_keeps_conditions_apart() -> None:
     storage = optuna.storages.InMemoryStorage()
     open_log(storage).add(CONFIGS[0], Outcome.timed(2.5))
     assert list(open_log(storage, conditions="another driver").past()) == []
+
+
+def test_an_edit_of_one_family_keeps_the_trials_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    configs = [PRESETS["v1"], PRESETS["t64"], PRESETS["w64"]]
+    for config in configs:
+        open_log(storage).add(config, Outcome.timed(2.5))
+    hashes = {family: template_hash(family) for family in FAMILIES}
+    monkeypatch.setattr(proposals, "template_hash", (hashes | {"mma": "edited"}).get)
+    assert [config for config, _ in open_log(storage).past()] == configs[1:]
 
 
 def test_a_changed_space_is_another_study_and_said_once() -> None:

@@ -23,9 +23,9 @@ from bwdtune.db.store import Store
 from bwdtune.gen.build.jobs import build
 from bwdtune.gen.build.limits import job_limit
 from bwdtune.gen.build.toolchain import find_compiler
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import Device
 from bwdtune.gen.errors import BwdtuneError
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import BOTTOM_RIGHT, Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.gen.space import refusal

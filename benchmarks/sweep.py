@@ -19,8 +19,8 @@ from pathlib import Path
 
 from bwdtune.gen.build.jobs import Variant, build
 from bwdtune.gen.build.limits import job_limit
-from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import Device
+from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.gen.space import refusal, valid_configs

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from ..gen.config import Config
+from ..gen.families import Config
 from ..gen.problem import Problem
 from .errors import InvalidRecord
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..gen.config import Config, config_from_dict
 from ..gen.errors import BwdtuneError
+from ..gen.families import Config, config_from_dict
 from ..gen.problem import CAUSAL, FLAGS, WINDOW, Problem
 from .errors import InvalidRecord
 from .models import (
@@ -143,15 +143,14 @@ def _select_best(best: type[BestRow], *conditions: Condition) -> sa.Executable:
 
 
 def config_name(config: Config) -> str:
-    """The parameters that have no default, or another value.
+    """The parameters that have no default, or another value, by the names they are stored under.
 
     Not `Config.id`, which states most parameters: the default of a new one is what kernels did until then, so that what
     was stored before stays the same configuration.
     """
-    stated = {field.name: getattr(config, field.name) for field in fields(config)}
-    defaults = {field.name: field.default for field in fields(config)}
+    values = ((one, getattr(config, name)) for name, one in config.parameters.items())
     return " ".join(
-        [config.family, *(f"{name}={int(value)}" for name, value in stated.items() if value != defaults[name])]
+        [config.family, *(f"{one.stored}={int(value)}" for one, value in values if value != one.default)]
     )
 
 

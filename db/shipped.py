@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..gen.config import Config, config_from_dict
 from ..gen.errors import BwdtuneError
+from ..gen.families import Config, config_from_dict
 from ..gen.problem import Problem
 from .records import EMULATED, MEASURED, Environment, GpuKey
 

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ..gen import paths
-from ..gen.config import Config
 from ..gen.device import Device
 from ..gen.errors import BwdtuneError
+from ..gen.families import Config
 from ..gen.problem import Problem
 from . import connect, migrate, rows
 from .errors import (

@@ -8,6 +8,9 @@ from .errors import UsageError
 
 HOST_ARCH = "host"
 
+_REGISTER_ALLOCATION = 256  # registers are handed to a warp in these units
+_SHARED_MEMORY_ALLOCATION = 128
+
 
 @dataclass(frozen=True)
 class Device:
@@ -48,6 +51,32 @@ class Device:
     @property
     def has_wgmma(self) -> bool:
         return self.arch in ("sm_90a", HOST_ARCH)
+
+    def registers_per_thread(self, *, threads: int, blocks: int) -> int:
+        """Registers a thread can have where so many blocks of so many threads share an SM."""
+        return min(self.registers_per_sm // (threads * blocks) // 8 * 8, self.max_registers_per_thread)
+
+    def blocks_per_sm(self, *, threads: int, registers: int, shared_memory_bytes: int) -> int:
+        """Blocks that fit on one SM at a time, by threads, registers and shared memory; 0 where not even one does.
+
+        Args:
+            threads: Threads a block.
+            registers: Registers a thread.
+            shared_memory_bytes: Shared memory a block, static and dynamic.
+        """
+        warps = -(-threads // 32)
+        registers_per_warp = -(-registers * 32 // _REGISTER_ALLOCATION) * _REGISTER_ALLOCATION
+        shared = -(-shared_memory_bytes // _SHARED_MEMORY_ALLOCATION) * _SHARED_MEMORY_ALLOCATION
+        return min(
+            self.max_threads_per_sm // (warps * 32),
+            self.registers_per_sm // (registers_per_warp * warps),
+            self.shared_memory_per_sm_bytes // (shared + self.reserved_shared_memory_per_block_bytes),
+        )
+
+    def occupancy(self, *, threads: int, registers: int, shared_memory_bytes: int) -> float:
+        """Resident threads over the most an SM holds, 0 to 1; see `blocks_per_sm`."""
+        blocks = self.blocks_per_sm(threads=threads, registers=registers, shared_memory_bytes=shared_memory_bytes)
+        return blocks * threads / self.max_threads_per_sm
 
 
 RTX_5090 = Device(

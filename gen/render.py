@@ -10,10 +10,10 @@ from pathlib import Path
 import jinja2
 from jinja2 import meta, nodes
 
-from .config import Config
 from .device import H200, Device
 from .emulation import emulation
 from .errors import UsageError
+from .families import Config
 from .problem import FLAGS, Problem
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
@@ -70,7 +70,7 @@ def render(
     """
     template = environment().get_template(_main_template(config.family))
     probed = cycles or emulate is not None
-    if probed and config.group != "mma":
+    if probed and not config.has_probe:
         raise UsageError(f"{config.group} kernels do not count their cycles, and keep to no other card's pace")
     text = template.render(
         kind=problem.kind,

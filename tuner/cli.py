@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ..gen.config import parse_config
 from ..gen.device import H200, HOST, HOST_ARCH, RTX_5090, Device, device_for_arch
 from ..gen.emulation import EMULATED
 from ..gen.errors import BwdtuneError, UsageError
+from ..gen.families import parse_config
 from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem
 from .search.options import DEFAULT_TRIALS, LIMITS, SearchOptions
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...gen.build.jobs import Variant, build_one, find_built
-from ...gen.config import Config
 from ...gen.errors import BwdtuneError
+from ...gen.families import Config
 from ...gen.problem import UNLIMITED, WINDOW, Problem
 from ...gen.render import Source, render
 from ..kernel import Kernel

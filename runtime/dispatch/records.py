@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...db.records import GpuKey
-from ...gen.config import Config
+from ...gen.families import Config
 from ...gen.problem import Problem
 from ..kernel import Kernel
 

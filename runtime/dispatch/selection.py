@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...gen.config import Config
 from ...gen.device import Device
+from ...gen.families import Config
 from ...gen.problem import WINDOW, Problem, distance
 from ...gen.space import refusal
 from ..gpu import gpu_key
@@ -122,7 +122,7 @@ def busy_share(problem: Problem, config: Config, device: Device) -> float:
     A block computes a tile of keys of one key head with all queries that see it. So the kernel takes no less than its
     longest item, however many SMs there are: all items together fill at most ``work / longest item`` of them.
     """
-    heads = 1 if getattr(config, "split_group", False) else problem.heads_q // problem.heads_kv
+    heads = 1 if getattr(config, "split_gqa_heads", False) else problem.heads_q // problem.heads_kv
     longest = min(config.block_kv, problem.seqlen_kv) * _longest_column(problem) * heads
     return min(1.0, problem.heads_q * max(problem.query_key_pairs, 1) / longest / device.sm_count)
 

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from bwdtune.db.records import Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
 from bwdtune.db.store import Store
-from bwdtune.gen.config import PRESETS, Config
+from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
 
 PROBLEM = Problem.parse("8_16_4096_128", causal=True)

@@ -19,7 +19,7 @@ import optuna
 from bwdtune.db.models import SCHEMA
 from bwdtune.db.records import EMULATED, Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
 from bwdtune.db.store import Store
-from bwdtune.gen.config import PRESETS
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from bwdtune.db import connect, errors
 from bwdtune.db.store import Store
-from bwdtune.gen.config import PRESETS
+from bwdtune.gen.families import PRESETS
 
 # What the processes of a test share: a problem and a way to record a configuration with a time.
 COMMON = """
@@ -28,7 +28,7 @@ import sys
 from dataclasses import replace
 from bwdtune.db.records import *
 from bwdtune.db.store import Store
-from bwdtune.gen.config import PRESETS
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 
 problem = Problem.parse("8_16_4096_128", causal=True)

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from bwdtune.db import connect, errors, migrate, models
 from bwdtune.db.errors import DatabaseError
 from bwdtune.db.store import Store
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.errors import BwdtuneError
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -707,7 +707,7 @@ def test_a_configuration_of_a_past_version_is_the_same_one_today(database: Path,
             assert variant is not None
             store.record_variant(problem, variant)
         assert configurations() == before
-        split = replace(PRESETS["v1"], split_group=True)
+        split = replace(PRESETS["v1"], split_gqa_heads=True)
         assert (
             store.find_variant(problem, split, source_hash="source of v1", arch="sm_90a", toolchain="13.0.88") is None
         )

@@ -19,7 +19,7 @@ from alembic.script import ScriptDirectory
 
 from bwdtune.db import connect, migrate
 from bwdtune.db.models import SCHEMA, VERSION_TABLE, Base
-from bwdtune.gen.config import PRESETS, MmaConfig
+from bwdtune.gen.families import PRESETS, MmaConfig
 
 
 @pytest.fixture

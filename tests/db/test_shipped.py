@@ -13,7 +13,7 @@ import pytest
 from bwdtune.db import shipped
 from bwdtune.db.records import Environment, GpuKey
 from bwdtune.db.shipped import Shipped, read_shipped, write_shipped
-from bwdtune.gen.config import PRESETS
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 

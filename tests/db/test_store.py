@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from bwdtune.db.errors import InvalidRecord, NotAWinner
 from bwdtune.db.records import EMULATED, Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
 from bwdtune.db.store import Store
-from bwdtune.gen.config import FAMILIES, PRESETS, Config, config_from_dict
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, config_from_dict
 from bwdtune.gen.problem import ELEMENT_BYTES, Problem
 
 OTHER_PROBLEMS = {

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import H100, H200, HOST, RTX_5090, Device
 from bwdtune.gen.emulation import emulation
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
-from bwdtune.gen.resources import mma_count, tensor_activity
+from bwdtune.tuner.search.tensor_activity import mma_count, tensor_activity
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 

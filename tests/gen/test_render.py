@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES, environment, render, template_files, template_hash
 
@@ -30,7 +30,7 @@ def test_each_value_of_a_parameter_changes_the_code(name: str) -> None:
 
 def test_each_way_to_add_to_dq_has_its_code() -> None:
     problem = dataclasses.replace(SEED, head_dim=64)
-    ways = ({}, {"dq_vector": 2}, {"dq_vector": 1}, {"dq_bulk": True})
+    ways = ({}, {"dq_vector": 2}, {"dq_vector": 1}, {"dq_bulk_reduce": True})
     texts = [code(problem, dataclasses.replace(PRESETS["t64"], **way)) for way in ways]
     assert all(a != b for a, b in itertools.combinations(texts, 2))
 
@@ -72,7 +72,7 @@ def test_sizes_do_not_change_the_text() -> None:
 
 def test_rendering_is_the_same_in_another_process() -> None:
     program = (
-        "from bwdtune.gen.config import PRESETS; from bwdtune.gen.problem import Problem;"
+        "from bwdtune.gen.families import PRESETS; from bwdtune.gen.problem import Problem;"
         "from bwdtune.gen.render import render, template_hash;"
         "print(render(Problem.parse('8_16_4096_128', causal=True), PRESETS['v1']).hash, template_hash('mma'))"
     )

@@ -6,11 +6,10 @@ import time
 
 import pytest
 
-from bwdtune.gen.config import FAMILIES, PRESETS, WgmmaConfig
 from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.families import FAMILIES, PRESETS, WgmmaConfig
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.resources import estimate
 from bwdtune.gen.space import all_configs, refusal, refusals, representatives, space_hash, valid_configs
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
@@ -78,7 +77,7 @@ def test_the_smaller_card_takes_a_part_of_the_larger_ones_space() -> None:
     on_5090, on_h200 = set(valid_configs(SEED, RTX_5090)), set(valid_configs(SEED, H200))
     assert on_5090 < on_h200
     limit = RTX_5090.shared_memory_per_block_bytes
-    assert all(estimate(SEED, config).shared_memory_bytes <= limit for config in on_5090)
+    assert all(config.estimate(SEED).shared_memory_bytes <= limit for config in on_5090)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +116,8 @@ def test_a_refusal_says_what_is_too_much(changes: dict[str, int], said: str) -> 
         ({"block_q": 32}, "dQ does not divide: 32 queries in 4 parts are not a multiple of 16 each"),
         ({"v_in_registers": True, "q_stages": 3}, "registers a thread"),
         ({"q_stages": 3}, "bytes of shared memory"),
-        ({"dq_bulk": True}, "296,608 bytes of shared memory"),
-        ({"dq_bulk": True, "dq_vector": 2}, "dQ is added in bulk, and not by vectors of 2"),
+        ({"dq_bulk_reduce": True}, "296,608 bytes of shared memory"),
+        ({"dq_bulk_reduce": True, "dq_vector": 2}, "dQ is added in bulk, and not by vectors of 2"),
     ],
 )
 def test_a_refusal_of_the_transposed_family_says_why(changes: dict[str, int], said: str) -> None:
@@ -133,7 +132,7 @@ GROUPED = dataclasses.replace(SEED, heads_kv=4)
 def test_a_group_is_split_where_there_is_one() -> None:
     """And then with whatever else is asked for, but for an order of sums."""
     for config in (PRESETS["v1"], PRESETS["v2"], PRESETS["v3"]):
-        split = dataclasses.replace(config, split_group=True)
+        split = dataclasses.replace(config, split_gqa_heads=True)
         assert refusal(SEED, split, H200) == "a group is one query head: there is nothing to split"
         for features in ({}, {"window_left": 9}, {"bottom_right": True}, {"softcap": True}, {"varlen": True}):
             assert refusal(dataclasses.replace(GROUPED, **features), split, H200) is None
@@ -141,10 +140,10 @@ def test_a_group_is_split_where_there_is_one() -> None:
 
 
 def test_a_group_that_is_split_needs_what_a_whole_one_does() -> None:
-    splits = [config for config in valid_configs(GROUPED, RTX_5090) if getattr(config, "split_group", False)]
-    wholes = [dataclasses.replace(config, split_group=False) for config in splits]
+    splits = [config for config in valid_configs(GROUPED, RTX_5090) if getattr(config, "split_gqa_heads", False)]
+    wholes = [dataclasses.replace(config, split_gqa_heads=False) for config in splits]
     assert set(wholes) == {config for config in valid_configs(SEED, RTX_5090) if config.family == "mma"}
-    assert all(estimate(GROUPED, a) == estimate(GROUPED, b) for a, b in zip(splits, wholes, strict=True))
+    assert all(a.estimate(GROUPED) == b.estimate(GROUPED) for a, b in zip(splits, wholes, strict=True))
 
 
 @pytest.mark.parametrize(

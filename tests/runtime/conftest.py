@@ -8,8 +8,8 @@ import pytest
 
 from bwdtune.db.records import Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
 from bwdtune.db.store import Store
-from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import HOST, Device
+from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render, template_hash
 from bwdtune.runtime import attention as attention_module

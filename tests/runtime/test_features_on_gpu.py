@@ -11,7 +11,7 @@ import torch
 
 import bwdtune
 from bwdtune.gen.build.jobs import build_one
-from bwdtune.gen.config import PRESETS, MmaConfig
+from bwdtune.gen.families import PRESETS, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime import math_attention, torch_attention

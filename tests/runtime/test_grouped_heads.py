@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bwdtune.gen.build.jobs import build
-from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import HOST
+from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime.kernel import Kernel, backward, is_addressable
@@ -24,8 +24,8 @@ SCALE = HEAD_DIM**-0.5
 PROBLEM = Problem("bf16", 1, 2, 1, 1, 1, HEAD_DIM, causal=True)
 CONFIGS: dict[str, Config] = {
     "mma": PRESETS["v3"],
-    "mma, split": replace(PRESETS["v3"], split_group=True),
-    "mma, split, four floats at a time": replace(PRESETS["v2"], split_group=True, dq_vector=4),
+    "mma, split": replace(PRESETS["v3"], split_gqa_heads=True),
+    "mma, split, four floats at a time": replace(PRESETS["v2"], split_gqa_heads=True, dq_vector=4),
     "mmat": PRESETS["t64"],
     "wgmma": PRESETS["w64"],
 }

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import bwdtune
 from bwdtune.gen.build.jobs import build_one
-from bwdtune.gen.config import PRESETS
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime import torch_attention

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import Device
+from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.space import refusal, valid_configs
 

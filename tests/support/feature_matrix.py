@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bwdtune.gen.config import FAMILIES, Config, MmaConfig
 from bwdtune.gen.device import HOST, Device
+from bwdtune.gen.families import FAMILIES, Config, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.space import refusal, representatives
 from bwdtune.tuner.lab.verification import INPUTS, Case
@@ -114,7 +114,8 @@ def _any_config(family: str, problem: Problem, device: Device) -> Config | None:
 def _with_ungated_drawn(config: Config, drawn: random.Random) -> Config:
     """The same with any values of the parameters that no arithmetic depends on."""
     while True:
-        values = {name: drawn.choice(config.choices[name]) for name in sorted(config.ungated)}
+        ungated = sorted(name for name, one in config.parameters.items() if not one.affects_validity)
+        values = {name: drawn.choice(config.choices[name]) for name in ungated}
         changed = replace(config, **values)
         if changed.contradiction is None:
             return changed

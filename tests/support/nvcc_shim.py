@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bwdtune.gen.config import PRESETS
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.render import Source
 
 SUCCEED = 'echo library > "$out"'

@@ -16,8 +16,8 @@ from pathlib import Path
 from bwdtune.db.records import Environment, GpuKey, VerificationRecord
 from bwdtune.db.store import Store
 from bwdtune.gen.build.jobs import CompiledResources, Variant
-from bwdtune.gen.config import PRESETS, Config, MmaConfig
 from bwdtune.gen.device import H200
+from bwdtune.gen.families import PRESETS, Config, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
 from bwdtune.tuner.lab.gpu_client import CandidateError

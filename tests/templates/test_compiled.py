@@ -8,11 +8,10 @@ import pytest
 from covering import covering_configs, valid_presets
 
 from bwdtune.gen.build.jobs import Variant, build
-from bwdtune.gen.config import PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import H200, RTX_5090, Device
+from bwdtune.gen.families import PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
-from bwdtune.gen.resources import estimate
 from bwdtune.gen.space import refusal
 from bwdtune.runtime.kernel import Kernel
 
@@ -33,7 +32,7 @@ def assert_fits(problem: Problem, config: Config, device: Device) -> None:
     assert variant.resources
     assert variant.library
     assert variant.resources.spill_bytes == variant.resources.stack_bytes == 0
-    info, needs = Kernel.load(variant.library).info, estimate(problem, config)
+    info, needs = Kernel.load(variant.library).info, config.estimate(problem)
     assert (info.threads, info.shared_memory_bytes) == (needs.threads, needs.shared_memory_bytes)
     assert variant.log
     assert [line for line in variant.log.read_text().splitlines() if "warning #" in line] == []
@@ -50,7 +49,7 @@ def test_presets(device: Device) -> None:
             assert variant.resources.spill_bytes == 0
             assert variant.resources.stack_bytes == 0
         info = Kernel.load(variant.library).info
-        needs = estimate(SEED, PRESETS[name])
+        needs = PRESETS[name].estimate(SEED)
         assert (info.threads, info.shared_memory_bytes) == (needs.threads, needs.shared_memory_bytes)
         assert (info.dtype, info.head_dim, info.mask) == ("bf16", 128, "causal")
         assert info.config == PRESETS[name].id
@@ -78,7 +77,7 @@ FEATURED = (
 def test_a_split_group_costs_the_presets_no_spills(device: Device) -> None:
     problem = replace(SEED, heads_kv=4)
     for name in ("v2", "v3"):
-        assert_fits(problem, replace(PRESETS[name], split_group=True), device)
+        assert_fits(problem, replace(PRESETS[name], split_gqa_heads=True), device)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
@@ -96,13 +95,13 @@ WGMMA_FEATURED = (
 )
 
 
-@pytest.mark.parametrize("lag_dq", [False, True], ids=["", "lag_dq"])
+@pytest.mark.parametrize("dq_delayed", [False, True], ids=["", "dq_delayed"])
 def test_features_of_wgmma_kernels_do_not_spill(lag_dq: bool) -> None:
     """That ptxas does not serialize them either is what the build fails for."""
     for problem in WGMMA_FEATURED:
-        config = WgmmaConfig(lag_dq=lag_dq, v_fragments=3)
+        config = WgmmaConfig(dq_delayed=lag_dq, v_fragments=3)
         if problem.softcap:
-            config = WgmmaConfig(fold_statistics=False, lag_dq=lag_dq, v_fragments=1)
+            config = WgmmaConfig(lse_delta_k_step=False, dq_delayed=lag_dq, v_fragments=1)
         assert_fits(problem, config, H200)
 
 
@@ -117,7 +116,7 @@ SMALL_TRANSPOSED = TransposedMmaConfig(
     p_in_fp16=True,
     staggered=True,
 )
-SMALL_BULK = replace(SMALL_TRANSPOSED, q_stages=2, do_stages=2, dq_bulk=True)
+SMALL_BULK = replace(SMALL_TRANSPOSED, q_stages=2, do_stages=2, dq_bulk_reduce=True)
 WIDE_TRANSPOSED = TransposedMmaConfig(
     block_q=32,
     block_kv=64,
@@ -156,7 +155,7 @@ def test_every_value_of_every_parameter_compiles(device: Device, head_dim: int) 
         assert variant.resources
         assert variant.library
         assert Kernel.load(variant.library).info.shared_memory_bytes == (
-            estimate(problem, variant.source.config).shared_memory_bytes
+            variant.source.config.estimate(problem).shared_memory_bytes
         )
         # A call inside the kernel would show as a stack frame with few spills.
         assert variant.resources.stack_bytes <= variant.resources.spill_bytes

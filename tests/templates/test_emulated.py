@@ -11,18 +11,18 @@ import torch
 
 from bwdtune.gen.build.jobs import build, build_one
 from bwdtune.gen.build.toolchain import find_nvcc
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import H200, HOST
 from bwdtune.gen.emulation import emulation
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
-from bwdtune.gen.resources import tensor_activity
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel
 from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.lab.timing import SEARCH_POLICY
 from bwdtune.tuner.lab.verification import Verifier
 from bwdtune.tuner.search.candidates import EMULATED_SPILL_BOUND_BYTES
+from bwdtune.tuner.search.tensor_activity import tensor_activity
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 SMALL = Problem.parse("1_2_256_64", causal=True)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bwdtune.gen.build.jobs import build
-from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST, Device
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime import torch_attention
@@ -40,7 +40,7 @@ def test_the_matrix_has_every_mask_with_every_feature_and_thousands_of_cases() -
     assert sum(len(kernel.cases) for kernel in MATRIX) >= 2000
     assert len({kernel.name for kernel in MATRIX}) == len(MATRIX)
     assert all(case.problem.kind == kernel.problem.kind for kernel in MATRIX for case in kernel.cases)
-    for name in ("split_group", "dq_bulk"):
+    for name in ("split_gqa_heads", "dq_bulk_reduce"):
         assert {getattr(kernel.config(HOST), name, None) for kernel in SAMPLE} >= {False, True}
     assert {kernel.problem.head_dim for kernel in MATRIX} >= {32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}
 
@@ -113,7 +113,7 @@ def test_the_same_bits_fifty_times(drawn: feature_matrix.Kernel) -> None:
 
 ORDERED: dict[str, Config] = {
     **{name: PRESETS[name] for name in ("v3", "t64", "t128", "w64", "w64first")},
-    "t64 in bulk": replace(PRESETS["t64"], dq_bulk=True),
+    "t64 in bulk": replace(PRESETS["t64"], dq_bulk_reduce=True),
     "w64lag": replace(PRESETS["w64lag"], skip_masked=False),
 }
 
@@ -147,7 +147,9 @@ def test_others_wait_for_who_stores_first(mask: str, deterministic: bool, monkey
     """Blocks run beside each other, in a workspace full of what was there before; heads are grouped, lengths differ."""
     features = {} if mask == "full" else {mask: True}
     config = (
-        PRESETS["w64first"] if mask != "softcap" else replace(PRESETS["w64first"], fold_statistics=False, v_fragments=0)
+        PRESETS["w64first"]
+        if mask != "softcap"
+        else replace(PRESETS["w64first"], lse_delta_k_step=False, v_fragments=0)
     )
     monkeypatch.setenv("BWDTUNE_HOST_RACECHECK", "1")
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", "4")
@@ -168,7 +170,7 @@ QUEUED = {
         TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, q_stages=3),
         Problem("fp16", 3, 2, 2, 150, 260, 64),
     ),
-    "bulk": (replace(PRESETS["t64"], dq_bulk=True), Problem("bf16", 2, 4, 2, 130, 260, 64, window_left=60)),
+    "bulk": (replace(PRESETS["t64"], dq_bulk_reduce=True), Problem("bf16", 2, 4, 2, 130, 260, 64, window_left=60)),
     "packed": (PRESETS["t64"], Problem("bf16", 3, 2, 2, 260, 260, 64, causal=True, varlen=True)),
 }
 
@@ -205,10 +207,10 @@ def test_what_lies_behind_a_sequence_does_not_matter() -> None:
             assert torch.equal(ours[:, :, :end], theirs[:, :, :end])
 
 
-@pytest.mark.parametrize("split_group", [False, True])
+@pytest.mark.parametrize("split_gqa_heads", [False, True])
 def test_keys_outside_of_all_sequences_are_left_as_they_were(split_group: bool) -> None:
     problem = Problem("bf16", 2, 4, 2, 40, 40, 64, causal=True, varlen=True)
-    kernel = Kernel.load(library_of(problem, replace(PRESETS["v3"], split_group=split_group)))
+    kernel = Kernel.load(library_of(problem, replace(PRESETS["v3"], split_gqa_heads=split_group)))
     case = Case(problem, "normal", lengths=((20, 30), (40, 40)))
     inputs = make_inputs(case, torch.device("cpu"))
     tensors = [inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse]

@@ -11,8 +11,8 @@ import torch
 from covering import covering_configs, valid_presets
 
 from bwdtune.gen.build.jobs import build, build_one
-from bwdtune.gen.config import PRESETS, Config, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST
+from bwdtune.gen.families import PRESETS, Config, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.gen.space import refusal
@@ -60,7 +60,7 @@ def test_other_head_dims(verifier: Verifier, causal: bool, head_dim: int) -> Non
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_grouped_queries(verifier: Verifier, causal: bool) -> None:
     presets = valid_presets(Problem.parse("2_8_2_512_128", causal=causal), current_device())
-    splits = tuple(replace(PRESETS[name], split_group=True) for name in ("v1", "v2", "v3"))
+    splits = tuple(replace(PRESETS[name], split_gqa_heads=True) for name in ("v1", "v2", "v3"))
     for shape in ("2_8_2_512_128", "1_6_1_512_128", "2_4_4_512_128"):
         check(verifier, Problem.parse(shape, causal=causal), (*presets.values(), *splits))
 
@@ -139,10 +139,10 @@ def test_the_host_target_computes_the_same(preset: str, dtype: str) -> None:
 QUEUED = (
     PRESETS["v3"],
     PRESETS["w64"],
-    WgmmaConfig(lag_dq=True, v_fragments=3, resync=True),
+    WgmmaConfig(dq_delayed=True, v_fragments=3, resync=True),
     PRESETS["w64first"],
     PRESETS["w64conv"],
-    replace(PRESETS["t64"], dq_bulk=True),
+    replace(PRESETS["t64"], dq_bulk_reduce=True),
 )
 
 
@@ -194,7 +194,7 @@ def test_a_thousand_launches_on_two_streams(config: Config, deterministic: bool,
     ("problem", "config"),
     [
         (Problem.parse("1_80_1000_128", causal=True), PRESETS["w64conv"]),
-        (Problem.parse("4_60_30_700_64"), replace(PRESETS["w128"], convert_dq=True)),
+        (Problem.parse("4_60_30_700_64"), replace(PRESETS["w128"], dq_epilogue_in_kernel=True)),
     ],
     ids=["causal", "groups"],
 )

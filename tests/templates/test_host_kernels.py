@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bwdtune.gen.build.jobs import build, build_one
-from bwdtune.gen.config import FAMILIES, PRESETS, Config, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.device import HOST
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.gen.space import refusal, valid_configs
@@ -70,7 +70,7 @@ def test_presets(dtype: str, head_dim: int, causal: bool, preset: str) -> None:
 @pytest.mark.parametrize(("shape", "preset"), [("2_8_2_256_64", "v2"), ("1_4_1_256_128", "v3")])
 def test_groups_that_are_split(shape: str, preset: str, dtype: str, causal: bool) -> None:
     problem = Problem.parse(shape, dtype=dtype, causal=causal)
-    record = VERIFIER.verify(problem, load(render(problem, dataclasses.replace(PRESETS[preset], split_group=True))))
+    record = VERIFIER.verify(problem, load(render(problem, dataclasses.replace(PRESETS[preset], split_gqa_heads=True))))
     assert record.passed, record.reason
 
 
@@ -226,11 +226,14 @@ def with_few_places(problem: Problem, config: Config, *changes: tuple[str, str])
 @pytest.mark.parametrize(
     ("problem", "config"),
     [
-        (MANY_HEADS, dataclasses.replace(PRESETS["w64conv"], head_group=4)),
-        (Problem.parse("2_20_10_300_64"), dataclasses.replace(PRESETS["w128"], head_group=4, convert_dq=True)),
+        (MANY_HEADS, dataclasses.replace(PRESETS["w64conv"], l2_head_group=4)),
+        (
+            Problem.parse("2_20_10_300_64"),
+            dataclasses.replace(PRESETS["w128"], l2_head_group=4, dq_epilogue_in_kernel=True),
+        ),
         (
             Problem("bf16", 1, 28, 28, 70, 200, 72, causal=True, window_left=50),
-            WgmmaConfig(fold_statistics=False, convert_dq=True),
+            WgmmaConfig(lse_delta_k_step=False, dq_epilogue_in_kernel=True),
         ),
     ],
     ids=["causal", "groups", "window"],
@@ -253,7 +256,7 @@ def test_a_place_for_dq_is_used_again(
 )
 def test_it_is_caught_that_a_place_for_dq(change: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", "1")
-    config = dataclasses.replace(PRESETS["w64conv"], head_group=4)
+    config = dataclasses.replace(PRESETS["w64conv"], l2_head_group=4)
     assert not VERIFIER.verify_at(MANY_HEADS, load(with_few_places(MANY_HEADS, config, change))).passed
 
 
@@ -390,7 +393,7 @@ FEATURE_MUTATIONS: dict[str, tuple[str, str]] = {
     "the cap has no slope": ("(1.0f - capped * capped)", "1.0f"),
     "a cap of another base": ("arguments.softcap * LOG2_E", "arguments.softcap"),
 }
-SPLIT = dataclasses.replace(PRESETS["v3"], split_group=True)
+SPLIT = dataclasses.replace(PRESETS["v3"], split_gqa_heads=True)
 SPLIT_MUTATIONS: dict[str, tuple[str, str]] = {
     "the first head's queries for all": ("first_place = {query_head, ", "first_place = {kv_head, "),
     "another group's keys": (
@@ -446,12 +449,12 @@ WGMMA_MUTATIONS: dict[str, tuple[str, str]] = {
 }
 WGMMA_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, window_left=70, window_right=37, bottom_right=True)
 
-BULK = dataclasses.replace(PRESETS["t64"], dq_bulk=True)
-BULK_OF_TWO_GROUPS = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, dq_bulk=True)
+BULK = dataclasses.replace(PRESETS["t64"], dq_bulk_reduce=True)
+BULK_OF_TWO_GROUPS = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, dq_bulk_reduce=True)
 DETERMINISTIC_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, deterministic=True)
 DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     "dQ is added to another tile's": (
-        dataclasses.replace(PRESETS["w64lag"], dq_bulk=False),
+        dataclasses.replace(PRESETS["w64lag"], dq_bulk_reduce=False),
         MUTATED_PROBLEM,
         "if (LAG_DQ) find_dq();\n      tile++;\n      iterations--;\n      query_start += BLOCK_Q;",
         "tile++;\n      iterations--;\n      query_start += BLOCK_Q;\n      if (LAG_DQ) find_dq();",

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bwdtune.gen.build.toolchain import ToolchainError, find_nvcc
-from bwdtune.gen.config import FAMILIES, PRESETS, Config, TransposedMmaConfig, parse_config
 from bwdtune.gen.device import H200
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, TransposedMmaConfig, parse_config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES
 from bwdtune.gen.space import refusal

@@ -23,8 +23,8 @@ from search_fakes import PROBLEM, FakeBuilder, run_search
 from bwdtune.db.errors import DatabaseLocked
 from bwdtune.db.records import Winner
 from bwdtune.db.store import Store
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import H200, RTX_5090
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.gpu import current_device
 from bwdtune.tuner.cli import _target, main

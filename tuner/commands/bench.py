@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 from ...db.records import EMULATED as EMULATED_KIND
 from ...db.records import Environment
 from ...gen.build.jobs import Variant, build
-from ...gen.config import FAMILIES, PRESETS, Config, parse_config
 from ...gen.device import Device
 from ...gen.emulation import EMULATED, emulation
 from ...gen.errors import BwdtuneError, UsageError
+from ...gen.families import FAMILIES, PRESETS, Config, parse_config
 from ...gen.problem import Problem
 from ...gen.render import render
-from ...gen.resources import estimate, occupancy
 from ...gen.space import refusal
 from ..lab.gpu_client import CandidateError
 from ..lab.timing import BENCH_POLICY
@@ -366,13 +365,13 @@ def _compile(
 
 def _resources(problem: Problem, variant: Variant, device: Device) -> dict[str, Any]:
     assert variant.resources
-    needs = estimate(problem, variant.source.config)
+    needs = variant.source.config.estimate(problem)
     use = {
         "threads": needs.threads,
         "registers": variant.resources.registers,
         "shared_memory_bytes": needs.shared_memory_bytes,
     }
-    return {**use, "spill_bytes": variant.resources.spill_bytes, "occupancy": occupancy(device, **use)}
+    return {**use, "spill_bytes": variant.resources.spill_bytes, "occupancy": device.occupancy(**use)}
 
 
 def _verify(problem: Problem, entries: Sequence[_Entry], variants: Mapping[Config, Variant], worker: Bench) -> None:

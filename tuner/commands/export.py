@@ -13,9 +13,9 @@ from typing import Any
 
 from ... import __version__
 from ...db.records import Winner
-from ...gen.config import Config, preset_name
 from ...gen.device import HOST_ARCH, device_for_arch
 from ...gen.errors import BwdtuneError, UsageError
+from ...gen.families import Config, preset_name
 from ...gen.problem import Problem
 from ...gen.render import TEMPLATES, Source, environment, render
 from ...gen.space import refusal

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...db.records import EMULATED, EmulatedBest, Environment, ProblemHistory, StoredMeasurement, Winner
 from ...db.shipped import Shipped
 from ...db.shipped import shipped_to_dict as _shipped_row
-from ...gen.config import preset_name
+from ...gen.families import preset_name
 from ...gen.problem import Problem
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...gen.build.jobs import CompiledResources, Variant, build_one
 from ...gen.build.toolchain import cuobjdump
-from ...gen.config import Config, preset_name
 from ...gen.device import HOST_ARCH, Device
 from ...gen.errors import BwdtuneError, UsageError
+from ...gen.families import Config, preset_name
+from ...gen.families.base import Estimate
 from ...gen.problem import Problem
 from ...gen.render import render
-from ...gen.resources import Estimate, blocks_per_sm, estimate, occupancy
 from ...gen.space import refusal
 from ...runtime.kernel import Kernel
 
@@ -34,7 +34,7 @@ class Inspection:
         threads: Threads of a block of the main kernel.
         shared_memory_bytes: Shared memory of such a block, as it is launched.
         resources: ptxas' figures for the main kernel.
-        estimate: What `gen.resources` foretold of it.
+        estimate: What arithmetic foretold of it.
         blocks_per_sm: Blocks that fit on an SM together.
         occupancy: Resident warps as a part of the SM's most, 0 to 1.
     """
@@ -161,9 +161,9 @@ def inspect(problem: Problem, config: Config, device: Device, *, cache: Path | N
         threads=info.threads,
         shared_memory_bytes=info.shared_memory_bytes,
         resources=resources,
-        estimate=estimate(problem, config),
-        blocks_per_sm=blocks_per_sm(device, **use),
-        occupancy=occupancy(device, **use),
+        estimate=config.estimate(problem),
+        blocks_per_sm=device.blocks_per_sm(**use),
+        occupancy=device.occupancy(**use),
     )
 
 

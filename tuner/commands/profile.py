@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...gen.build.jobs import build_one
 from ...gen.build.toolchain import find_nvcc
-from ...gen.config import Config
 from ...gen.device import Device
 from ...gen.errors import BwdtuneError, UsageError
+from ...gen.families import Config
 from ...gen.problem import Problem
 from ...gen.render import render
 from ...gen.space import refusal

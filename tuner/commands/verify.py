@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...db.records import VerificationRecord
 from ...gen.build.jobs import build_one
-from ...gen.config import Config
 from ...gen.device import HOST_ARCH, Device
 from ...gen.errors import UsageError
+from ...gen.families import Config
 from ...gen.problem import Problem
 from ...gen.render import render
 from ...gen.space import refusal

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 
 from ...db.records import Environment, VariantRecord
 from ...gen.build.jobs import Variant, job_limit
-from ...gen.config import Config, preset_name
 from ...gen.device import Device
 from ...gen.emulation import emulation
+from ...gen.families import Config, preset_name
 from ...gen.problem import Problem
 from ...gen.render import Source, render, template_hash
-from ...gen.resources import blocks_per_sm, estimate, occupancy
 from ...gen.space import refusals, valid_configs
 from ..interrupts import Interrupts
 from .compilers import Compilers
@@ -234,7 +233,7 @@ class CandidateSearch(ABC):
 
     def record(self, variant: Variant) -> int:
         """Stores what the compiler made of a source; returns the variant's id."""
-        compiled, needs = variant.resources, estimate(self.problem, variant.source.config)
+        compiled, needs = variant.resources, variant.source.config.estimate(self.problem)
         return self.store.record_variant(
             self.problem,
             VariantRecord(
@@ -256,7 +255,7 @@ class CandidateSearch(ABC):
 
     def row(self, kernel: str, config: Config, variant: Variant | None = None, note: str = "") -> Row:
         """A row with a configuration's resources and no time."""
-        compiled, needs = variant.resources if variant else None, estimate(self.problem, config)
+        compiled, needs = variant.resources if variant else None, config.estimate(self.problem)
         row = Row(
             kernel=kernel,
             config=config,
@@ -267,8 +266,7 @@ class CandidateSearch(ABC):
         )
         if compiled is None:
             return row
-        part = occupancy(
-            self.space_device,
+        part = self.space_device.occupancy(
             threads=needs.threads,
             registers=compiled.registers,
             shared_memory_bytes=needs.shared_memory_bytes,
@@ -338,10 +336,9 @@ class CandidateSearch(ABC):
         """
         if not (emulated.resources and real.resources):
             return None
-        needs = estimate(self.problem, real.source.config)
+        needs = real.source.config.estimate(self.problem)
         emulated_blocks, real_blocks = (
-            blocks_per_sm(
-                self.space_device,
+            self.space_device.blocks_per_sm(
                 threads=needs.threads,
                 registers=compiled.registers,
                 shared_memory_bytes=needs.shared_memory_bytes,

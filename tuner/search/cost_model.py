@@ -16,25 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...gen.build.jobs import CompiledResources
-from ...gen.config import MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from ...gen.device import Device
 from ...gen.emulation import emulation
+from ...gen.families import Config, Phase, TileWork, ceil_div
 from ...gen.problem import ACCUMULATOR_BYTES, Problem
-from ...gen.resources import (
-    FRAGMENT_COLUMNS,
-    blocks_per_sm,
-    ceil_div,
-    columns_per_warp,
-    estimate,
-    key_group_warps,
-    query_tiles_met,
-)
+from .tensor_activity import MMA_PRODUCTS, query_tiles_met
 
 # What the hardware does in a clock of an SM: NVIDIA's programming guide, and what this project has measured on an H200.
 _SHARED_BYTES = 128
 _EXPONENTIALS = 16
 _LANES = 128
-_MMA_PRODUCTS = MMA_ROWS * MMA_COLUMNS * MMA_DEPTH
 _ADDS = {1: 1.9, 2: 3.6, 4: 3.9}  # floats into L2 by the vector: 448, 876 and 945 G/s over 132 SMs at 1.83 GHz
 _BULK_ADDS = 3.9
 _TILE_BYTES = 64  # from L2
@@ -141,23 +132,18 @@ def predict(
         clock_ghz=clock_ghz,
         spills=_Load(shared=(resources.spill_bytes if resources else 0) * config.threads / _SHARED_BYTES),
     )
-    if isinstance(config, WgmmaConfig):
-        tile, adds_per_clock = _wgmma_cycles(problem, config, sm), _BULK_ADDS
-    elif isinstance(config, TransposedMmaConfig):
-        tile = _transposed_cycles(problem, config, sm)
-        adds_per_clock = _BULK_ADDS if config.dq_bulk else _ADDS[config.dq_vector]
-    else:
-        tile, adds_per_clock = _mma_cycles(problem, config, sm), _ADDS[config.dq_vector]
+    work = config.tile_work(problem)
     # Nobody waits for what is added to dQ, until there is more of it than L2 takes.
-    tile = _norm(_ASYNCHRONOUS_OVERLAP, tile, config.block_q * problem.head_dim / adds_per_clock)
+    adds_per_clock = _ADDS[work.dq_vector] if work.dq_vector else _BULK_ADDS
+    adding = config.block_q * problem.head_dim / adds_per_clock
+    tile = _norm(_ASYNCHRONOUS_OVERLAP, _tile_cycles(problem, config, work, sm), adding)
     key_tile_bytes = 4 * config.block_kv * problem.head_dim * problem.element_bytes  # K, V, dK and dV
     block = clock_ghz * (_BLOCK_NS + key_tile_bytes * device.sm_count / device.bandwidth_tb_s / 1000)
     cycles = _grid_cycles(problem, config, device.sm_count, blocks, tile, block)
-    converts = isinstance(config, WgmmaConfig) and config.convert_dq
-    if converts:
+    if work.converts_dq:
         converted = problem.query_elements * ACCUMULATOR_BYTES / device.sm_count / _CONVERTED_BYTES_NS * clock_ghz
         cycles = _norm(_OVERLAP, cycles, converted)
-    return Prediction(cycles / clock_ghz / 1e6 + _passes_ms(problem, device, converts), cycles)
+    return Prediction(cycles / clock_ghz / 1e6 + _passes_ms(problem, device, work.converts_dq), cycles)
 
 
 @dataclass(frozen=True)
@@ -195,106 +181,41 @@ class _Sm:
         return _LOAD_NS * self.clock_ghz + 2 * block_q * problem.head_dim * problem.element_bytes / _TILE_BYTES
 
 
-def _mma_cycles(problem: Problem, config: MmaConfig, sm: _Sm) -> float:
+def _tile_cycles(problem: Problem, config: Config, work: TileWork, sm: _Sm) -> float:
     """Of an SM, for one tile of scores."""
-    phases = _phases(problem, config, sm)
-    alone = sum(phase.cycles(sm.overlap) for phase in phases) + sm.spills.shared + 2 * _DRAIN_CYCLES
-    alone += max(sm.load_cycles(problem, config.block_q) - (config.stages - 1) * alone, 0.0)
-    # Barriers keep the phases of one block apart, but not from those of another.
-    side_by_side = functools.reduce(_Load.__add__, phases, sm.spills).cycles(sm.overlap)
-    return side_by_side + (alone - side_by_side) / sm.blocks
-
-
-def _transposed_cycles(problem: Problem, config: TransposedMmaConfig, sm: _Sm) -> float:
-    """Of an SM, for one tile of scores."""
-    cycles = (_transposed_load(problem, config, sm) + sm.spills).cycles(sm.overlap)
-    if sm.blocks == 1 and sm.warps > Device.sub_partitions_per_sm and not config.staggered:
+    phases = [_load(problem, config, work, phase, sm) for phase in work.phases]
+    overlap = _ASYNCHRONOUS_OVERLAP if work.asynchronous else sm.overlap
+    side_by_side = functools.reduce(_Load.__add__, phases, sm.spills).cycles(overlap)
+    if work.block_barriers:
+        alone = sum(phase.cycles(overlap) for phase in phases) + sm.spills.shared + work.block_barriers * _DRAIN_CYCLES
+        alone += _wait_for_load(problem, config, work, sm, alone)
+        # Barriers keep the phases of one block apart, but not from those of another.
+        return side_by_side + (alone - side_by_side) / sm.blocks
+    cycles = side_by_side
+    if work.in_step and sm.blocks == 1 and sm.warps > Device.sub_partitions_per_sm:
         cycles *= _UNSTAGGERED
-    # A stage that is loaded after its use has the rest of the tile to arrive in.
-    ahead = min(config.q_stages, config.do_stages) - 0.5
-    return cycles + max(sm.load_cycles(problem, config.block_q) - ahead * cycles, 0.0)
+    cycles += _wait_for_load(problem, config, work, sm, cycles)
+    cycles += _UNFOLDED_CYCLES * work.statistics_rows / 64
+    cycles += _ADDING_CYCLES * work.added_rows / 64
+    return cycles + work.warpgroup_barriers * _WARPGROUP_BARRIER_CYCLES
 
 
-def _wgmma_cycles(problem: Problem, config: WgmmaConfig, sm: _Sm) -> float:
-    """Of an SM, for one tile of scores."""
-    cycles = (_wgmma_load(problem, config, sm) + sm.spills).cycles(_ASYNCHRONOUS_OVERLAP)
-    cycles += 0.0 if config.fold_statistics else _UNFOLDED_CYCLES * config.block_q / 64
-    cycles += 0.0 if config.dq_bulk else _ADDING_CYCLES * config.block_q / 64
-    return cycles + (0.0 if config.lag_dq else _WARPGROUP_BARRIER_CYCLES)
-
-
-def _phases(problem: Problem, config: MmaConfig, sm: _Sm) -> tuple[_Load, _Load, _Load]:
-    """What a block of the ``mma`` family does between its barriers: S and dP; P and dS; dV, dK and dQ."""
-    warps, block_q, block_kv = config.num_warps, config.block_q, config.block_kv
-    per_key_group, groups = key_group_warps(config)
-    depth = columns_per_warp(problem.head_dim, 1) // MMA_DEPTH
-    dq_columns = columns_per_warp(problem.head_dim, config.warps_per_row_group)
-    dkv_columns = columns_per_warp(problem.head_dim, per_key_group)
-    key_pairs = block_kv // config.warps_per_row_group // FRAGMENT_COLUMNS
-    read_again = (not config.k_in_registers) + (not config.v_in_registers)
-    of_scores = warps * depth * (2 + read_again * key_pairs)
-    of_dkv = warps * block_q // MMA_DEPTH * 2 * (groups + dkv_columns // FRAGMENT_COLUMNS)
-    of_dq = warps * block_kv // MMA_DEPTH * (1 + dq_columns // FRAGMENT_COLUMNS)
-    columns = (
-        2 * depth * MMA_DEPTH,
-        2 * per_key_group * dkv_columns + config.warps_per_row_group * dq_columns,
-    )
-    mma = [block_q * block_kv * count / _MMA_PRODUCTS * sm.cycles_per_mma for count in columns]
-    copied = _copy_wavefronts(problem, block_q, config.swizzle or 16)
-    return (
-        _Load(mma[0], of_scores * _FRAGMENT_WAVEFRONTS + copied),
-        _Load(
-            shared=2 * block_q * block_kv * problem.element_bytes / _SHARED_BYTES,
-            cores=_score_cycles(problem, block_q * block_kv),
-        ),
-        _Load(mma[1], (of_dkv + of_dq) * _FRAGMENT_WAVEFRONTS + _dq_wavefronts(problem, block_q)),
-    )
-
-
-def _transposed_load(problem: Problem, config: TransposedMmaConfig, sm: _Sm) -> _Load:
-    """Of the ``mmat`` family, whose warps meet at no barrier."""
-    warps, groups, block_q, block_kv = config.num_warps, config.query_groups, config.block_q, config.block_kv
-    depth, columns = ceil_div(problem.head_dim, MMA_DEPTH), problem.head_dim // (2 if config.exchanges else 1)
-    key_blocks = block_kv * groups // warps // MMA_ROWS
-    query_blocks = block_q // groups // MMA_DEPTH
-    read_again = (not config.k_in_registers) + (not config.v_in_registers)
-    of_scores = depth * (2 * query_blocks + read_again * key_blocks)
-    if config.exchanges:  # twice the queries, half of them with the partner's P and dS, and P read again
-        of_dkv = 2 * (2 * query_blocks * columns // FRAGMENT_COLUMNS + query_blocks * key_blocks)
-        of_dkv += query_blocks * key_blocks * config.dv_first
+def _load(problem: Problem, config: Config, work: TileWork, phase: Phase, sm: _Sm) -> _Load:
+    """Of each unit."""
+    scores = config.block_q * config.block_kv
+    if work.asynchronous:
+        tensor = 2 * scores * phase.products / sm.peak_flops
     else:
-        of_dkv = 2 * query_blocks * columns // FRAGMENT_COLUMNS
-    dq_columns = problem.head_dim * config.dq_row_warps // warps
-    of_dq = block_kv // MMA_DEPTH * (block_q // config.dq_row_warps // MMA_ROWS + dq_columns // FRAGMENT_COLUMNS)
-    score_tiles = 1.0 + config.exchanges
-    if config.exchanges_p_first and config.p_in_fp16 and problem.dtype == "bf16":
-        score_tiles += 1 / config.p_fp16_period  # P that dS is made of, apart from dV's
-    stored = score_tiles * block_q * block_kv * problem.element_bytes / _SHARED_BYTES
-    mma = 5 * block_q * block_kv * problem.head_dim / _MMA_PRODUCTS
-    shared = warps * (of_scores + of_dkv + of_dq) * _FRAGMENT_WAVEFRONTS + stored
-    shared += _copy_wavefronts(problem, block_q, 128)
-    shared += (1 + config.dq_bulk) * _dq_wavefronts(problem, block_q)  # in bulk, it is stored and read again
-    return _Load(mma * sm.cycles_per_mma, shared, _score_cycles(problem, block_q * block_kv))
+        tensor = scores * phase.products / MMA_PRODUCTS * sm.cycles_per_mma
+    shared = phase.fragments * _FRAGMENT_WAVEFRONTS + phase.shared_bytes / _SHARED_BYTES + phase.copied_rows
+    return _Load(tensor, shared, _score_cycles(problem, scores) if phase.computes_scores else 0.0)
 
 
-def _wgmma_load(problem: Problem, config: WgmmaConfig, sm: _Sm) -> _Load:
-    """Of the ``wgmma`` family.
-
-    The tensor cores read their operands from shared memory themselves: A of 64 rows and B of each step of 16 along k,
-    for each of two warpgroups, but for what lies in registers.
-    """
-    head_dim, block_q, element = problem.head_dim, config.block_q, problem.element_bytes
-    step_a, steps = 64 * MMA_DEPTH * element, head_dim // MMA_DEPTH
-    of_scores = 2 * steps * (step_a + block_q * MMA_DEPTH * element) - config.v_fragments * step_a
-    of_scores += 2 * config.fold_statistics * block_q * MMA_DEPTH * element
-    of_dkv = 2 * block_q * head_dim * element
-    dq_queries = block_q if head_dim > 64 else block_q // 2  # a warpgroup has half of dQ^T's columns, or of its queries
-    of_dq = config.block_kv // MMA_DEPTH * (step_a + dq_queries * MMA_DEPTH * element)
-    moved = (config.block_kv * block_q + 2 * block_q * head_dim) * element + 2 * block_q * head_dim * ACCUMULATOR_BYTES
-    shared = (2 * (of_scores + of_dkv + of_dq) + moved) / _SHARED_BYTES
-    products = 5 * head_dim + 2 * MMA_DEPTH * config.fold_statistics
-    tensor = 2 * block_q * config.block_kv * products / sm.peak_flops
-    return _Load(tensor, shared, _score_cycles(problem, block_q * config.block_kv))
+def _wait_for_load(problem: Problem, config: Config, work: TileWork, sm: _Sm, tile_cycles: float) -> float:
+    """Cycles until Q and dO are there, which other tiles do not cover."""
+    if work.tiles_ahead is None:
+        return 0.0
+    return max(sm.load_cycles(problem, config.block_q) - work.tiles_ahead * tile_cycles, 0.0)
 
 
 def _norm(exponent: float, *cycles: float) -> float:
@@ -306,20 +227,11 @@ def _score_cycles(problem: Problem, scores: int) -> float:
     return scores * (lanes / _LANES + (1 + problem.softcap) / _EXPONENTIALS)
 
 
-def _copy_wavefronts(problem: Problem, block_q: int, pitch: int) -> float:
-    """Of Q and dO: a row of a panel is written at once."""
-    return 2 * block_q * ceil_div(problem.head_dim * problem.element_bytes, pitch)
-
-
-def _dq_wavefronts(problem: Problem, block_q: int) -> float:
-    return block_q * problem.head_dim * ACCUMULATOR_BYTES / _SHARED_BYTES
-
-
 def _mma_clocks(device: Device, emulate: str | None) -> float:
     """Of a sub-partition; at the card's stated peak where nobody has measured it."""
     if emulate:
         return emulation(emulate, device).clocks_per_mma
-    return device.clocks_per_mma or 2 * _MMA_PRODUCTS * device.sub_partitions_per_sm / _peak_flops(device)
+    return device.clocks_per_mma or 2 * MMA_PRODUCTS * device.sub_partitions_per_sm / _peak_flops(device)
 
 
 def _peak_flops(device: Device) -> float:
@@ -328,15 +240,13 @@ def _peak_flops(device: Device) -> float:
 
 
 def _resident_blocks(problem: Problem, config: Config, device: Device, resources: CompiledResources | None) -> int:
-    if isinstance(config, WgmmaConfig):
+    if config.divides_registers:
         return 1
-    needs = estimate(problem, config)
-    most = min(
-        device.registers_per_sm // (config.threads * config.min_blocks_per_sm) // 8 * 8, device.max_registers_per_thread
-    )
+    needs = config.estimate(problem)
+    most = device.registers_per_thread(threads=config.threads, blocks=config.min_blocks_per_sm)
     registers = resources.registers if resources else min(math.ceil(needs.registers * _REGISTERS_OVER_ESTIMATE), most)
-    found = blocks_per_sm(
-        device, threads=needs.threads, registers=registers, shared_memory_bytes=needs.shared_memory_bytes
+    found = device.blocks_per_sm(
+        threads=needs.threads, registers=registers, shared_memory_bytes=needs.shared_memory_bytes
     )
     return max(found, 1)
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...gen.config import FAMILIES, Config
 from ...gen.device import Device
+from ...gen.families import FAMILIES, Config
 from ...gen.problem import Problem
-from ...gen.resources import estimate
 from .cost_model import predict
 
 Floats = NDArray[np.float64]
@@ -226,7 +225,7 @@ class _Features:
         for name in config.choices:
             row[self._places[config.family, name, getattr(config, name)]] = 1.0
         if self._resources:
-            needs = estimate(self._problem, config)
+            needs = config.estimate(self._problem)
             row[-2:] = (needs.registers - 200) / 30, (needs.shared_memory_bytes - 100_000) / 50_000
         return row
 

@@ -24,8 +24,8 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
-from ...gen.config import FAMILIES, Config, config_from_dict
 from ...gen.errors import BwdtuneError
+from ...gen.families import FAMILIES, Config, config_from_dict
 from ...gen.render import template_hash
 
 if TYPE_CHECKING:
@@ -172,7 +172,8 @@ class StudyLog:
         if not outcome.lasting:
             return
         with _one_line_errors():
-            self._study.add_trial(_finished_trial(config.to_dict(), outcome, self._trial_attributes(config, outcome)))
+            attributes = self._trial_attributes(config, outcome)
+            self._study.add_trial(_finished_trial(_by_stored_name(config), outcome, attributes))
 
     def _trial_attributes(self, config: Config, outcome: Outcome) -> dict[str, str]:
         return {
@@ -235,8 +236,8 @@ def _choices() -> dict[str, list[Any]]:
     """
     choices: dict[str, list[Any]] = {"family": list(FAMILIES)}
     for family in FAMILIES.values():
-        for name, values in family.choices.items():
-            choices[name] = list(dict.fromkeys([*choices.get(name, []), *values]))
+        for one in family.parameters.values():
+            choices[one.stored] = list(dict.fromkeys([*choices.get(one.stored, []), *one.choices]))
     return choices
 
 
@@ -245,7 +246,12 @@ def _parameters(config: Config) -> dict[str, Any]:
 
     TPE learns from trials that have every parameter; what never varies within a family tells it nothing there.
     """
-    return _first_choices() | config.to_dict()
+    return _first_choices() | _by_stored_name(config)
+
+
+def _by_stored_name(config: Config) -> dict[str, Any]:
+    """All of its parameters, by the names under which studies have them."""
+    return {"family": config.family, **{one.stored: getattr(config, name) for name, one in config.parameters.items()}}
 
 
 @cache
@@ -260,8 +266,12 @@ def _config_of(parameters: Mapping[str, Any]) -> Config:
         UsageError: It is no configuration of this version.
     """
     family = FAMILIES.get(parameters.get("family", ""))
-    names = {"family", *family.choices} if family else set(parameters)
+    names = _names(family) if family else set(parameters)
     return config_from_dict({name: value for name, value in parameters.items() if name in names})
+
+
+def _names(family: type[Config]) -> set[str]:
+    return {"family", *(one.stored for one in family.parameters.values())}
 
 
 @cache
@@ -339,7 +349,7 @@ class _ValidSampler(BaseSampler):
             return int(self._random.choice(untried))
         single = {name: values[0] for name, values in _choices().items() if name not in plural}
         values = {**single, **proposed}
-        names = {"family", *FAMILIES[values["family"]].choices}
+        names = _names(FAMILIES[values["family"]])
         counted = np.array([name in names for name in _choices()])
         steps = np.abs(self._positions[untried] - np.array(_positions(values), dtype=np.int8))
         distances = steps[:, counted].sum(axis=1, dtype=np.int64)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...gen.config import Config
 from ...gen.errors import UsageError
+from ...gen.families import Config
 from .candidates import LOOK_AHEAD
 from .cost_model import predict
 from .learner import Learner, compile_chances

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...db.records import Environment
-from ...gen.config import Config, MmaConfig
 from ...gen.device import Device
 from ...gen.emulation import emulation
+from ...gen.families import Config
 from ...gen.problem import Problem
-from ...gen.resources import tensor_activity
+from .tensor_activity import tensor_activity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +50,7 @@ class Row:
         cycles: Median cycles of the main kernel on the longest SM, where they were counted.
         low_cycles: Lower end of the interval.
         high_cycles: Upper end of it.
-        tensor_activity: Part of the time that the tensor cores work; see `gen.resources.tensor_activity`.
+        tensor_activity: Part of the time that the tensor cores work; see `tensor_activity.tensor_activity`.
         predicted_ms: What `cost_model.predict` says, where nothing was there to time it; None of an emulated row.
         predicted_cycles: Of the main kernel alone.
     """
@@ -79,7 +79,7 @@ class Row:
         """The same with what a kernel counted of itself on a card; emulated if the row is."""
         clocks = emulation(self.emulate, device).clocks_per_mma if self.emulate else device.clocks_per_mma
         activity = None
-        if clocks and self.config and self.config.group == MmaConfig.group:
+        if clocks and self.config and self.config.has_probe:
             activity = tensor_activity(problem, self.config, device, cycles=cycles.median, clocks_per_mma=clocks)
         return replace(
             self,

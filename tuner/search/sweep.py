@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...gen.config import Config, config_from_dict
 from ...gen.device import Device, device_for_arch
 from ...gen.errors import BwdtuneError, UsageError
+from ...gen.families import Config, config_from_dict
 from ...gen.problem import Problem
 from .cost_model import predict
 

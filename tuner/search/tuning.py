@@ -33,9 +33,9 @@ from ...db.records import (
 from ...db.shipped import Shipped, read_shipped
 from ...gen.build.jobs import Variant
 from ...gen.build.toolchain import ToolchainError
-from ...gen.config import PRESETS, Config, preset_name
 from ...gen.device import HOST_ARCH, Device
 from ...gen.errors import BwdtuneError
+from ...gen.families import PRESETS, Config, preset_name
 from ...gen.problem import Problem, distance
 from ...gen.render import Source, render
 from ...gen.space import refusal, space_hash

@@ -10,7 +10,7 @@ import pytest
 from bwdtune.gen.build.jobs import Variant, build_one
 from bwdtune.gen.build.machine_code import MachineCodeError, machine_code
 from bwdtune.gen.build.toolchain import ToolchainError, find_compiler, find_nvcc
-from bwdtune.gen.config import PRESETS
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.render import Source
 
 BASE = """

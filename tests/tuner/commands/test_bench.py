@@ -15,9 +15,9 @@ from bwdtune.db.store import Store
 from bwdtune.gen.build.jobs import CompiledResources, Variant
 from bwdtune.gen.build.jobs import build as real_build
 from bwdtune.gen.build.toolchain import find_nvcc
-from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig
 from bwdtune.gen.device import H200, HOST, RTX_5090, Device
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render, template_hash
 from bwdtune.runtime.gpu import current_device, environment

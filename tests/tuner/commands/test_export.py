@@ -14,8 +14,8 @@ import pytest
 from bwdtune.db.records import Environment, GpuKey, Winner
 from bwdtune.gen.build.jobs import build_one
 from bwdtune.gen.build.toolchain import ToolchainError, find_host_compiler, find_nvcc
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES, render, template_hash
 from bwdtune.runtime.gpu import current_device

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from bwdtune.gen.build.toolchain import ToolchainError, find_nvcc
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import HOST, RTX_5090, device_for_arch
 from bwdtune.gen.errors import BwdtuneError, UsageError
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.tuner.commands import inspect as module
 from bwdtune.tuner.commands.inspect import Inspection, inspect, sass

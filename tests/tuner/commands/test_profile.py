@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.gpu import current_device
 from bwdtune.tuner.commands import profile as module

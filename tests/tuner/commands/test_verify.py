@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bwdtune.gen.config import Config
+from bwdtune.gen.families import Config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.tuner.cli import main

@@ -19,8 +19,8 @@ from stub_kernels import stub_library
 
 from bwdtune.gen.build.jobs import Variant, build_one
 from bwdtune.gen.build.toolchain import ToolchainError
-from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import H200
+from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES, Source, render
 from bwdtune.runtime.gpu import current_device

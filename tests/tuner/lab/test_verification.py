@@ -14,8 +14,8 @@ from covering import covering_configs, valid_presets
 from stub_kernels import stub_library
 
 from bwdtune.gen.build.jobs import build
-from bwdtune.gen.config import PRESETS, Config
 from bwdtune.gen.device import HOST
+from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime.gpu import current_device

@@ -16,8 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bwdtune.gen.build.jobs import CompiledResources
-from bwdtune.gen.config import PRESETS, Config, parse_config
 from bwdtune.gen.device import H100, H200, RTX_5090, Device
+from bwdtune.gen.families import PRESETS, Config, parse_config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.space import all_configs, refusal, valid_configs
 from bwdtune.tuner.search.cost_model import predict, ranked

@@ -10,8 +10,8 @@ from dataclasses import replace
 import optuna
 import pytest
 
-from bwdtune.gen.config import FAMILIES, PRESETS, Config, MmaConfig
 from bwdtune.gen.errors import BwdtuneError
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, MmaConfig
 from bwdtune.gen.render import template_hash
 from bwdtune.tuner.search import proposals
 from bwdtune.tuner.search.options import SAMPLERS

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import RTX_5090
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.resources import estimate
 from bwdtune.gen.space import valid_configs
 from bwdtune.tuner.search.cost_model import predict
 from bwdtune.tuner.search.replay import model_quality, replay
@@ -35,7 +34,7 @@ def sweep() -> Sweep:
             effects.setdefault((config.family, name, getattr(config, name)), random.normal(0, 0.05))
             for name in config.choices
         )
-        spills = random.random() < 1 / (1 + math.exp((225 - estimate(PROBLEM, config).registers) / 12))
+        spills = random.random() < 1 / (1 + math.exp((225 - config.estimate(PROBLEM).registers) / 12))
         ms = predict(PROBLEM, config, RTX_5090).ms * math.exp(effect)
         rows.append(SweepRow(config, 255, 64, reason="it spills") if spills else SweepRow(config, 200, 0, ms, 1.0))
     return Sweep(PROBLEM, RTX_5090, tuple(rows), {"gpu": "none"})

@@ -39,12 +39,11 @@ from bwdtune.db.shipped import Shipped
 from bwdtune.db.store import Store
 from bwdtune.gen.build.jobs import Variant, build
 from bwdtune.gen.build.toolchain import ToolchainError, find_compiler
-from bwdtune.gen.config import PRESETS, Config, parse_config
 from bwdtune.gen.device import H200, HOST, RTX_5090
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.families import PRESETS, Config, parse_config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
-from bwdtune.gen.resources import estimate
 from bwdtune.gen.space import refusal, valid_configs
 from bwdtune.tuner.lab.gpu_client import Worker, WorkerError
 from bwdtune.tuner.lab.timing import SEARCH_POLICY
@@ -494,7 +493,7 @@ def test_an_emulated_build_with_fewer_blocks_an_sm_is_refused(database: Path) ->
     refused = [config for config, reason in result.failures if "another kernel's pace" in reason]
     room = RTX_5090.shared_memory_per_sm_bytes // 2 - RTX_5090.reserved_shared_memory_per_block_bytes
     assert refused
-    assert all(estimate(problem, config).shared_memory_bytes <= room for config in refused)
+    assert all(config.estimate(problem).shared_memory_bytes <= room for config in refused)
     assert result.counts.measured
 
 

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from bwdtune.gen.config import PRESETS, TransposedMmaConfig
 from bwdtune.gen.device import H200, RTX_5090
+from bwdtune.gen.families import PRESETS, TransposedMmaConfig
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.resources import blocks_per_sm, estimate, occupancy
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
@@ -16,7 +15,7 @@ SEED = Problem.parse("8_16_4096_128", causal=True)
     ("preset", "size"), [("v1", 81_936), ("v2", 81_936), ("v3", 73_744), ("t64", 99_184), ("t128", 231_072)]
 )
 def test_shared_memory_of_the_presets(preset: str, size: int) -> None:
-    assert estimate(SEED, PRESETS[preset]).shared_memory_bytes == size
+    assert PRESETS[preset].estimate(SEED).shared_memory_bytes == size
 
 
 @pytest.mark.parametrize(
@@ -29,19 +28,19 @@ def test_shared_memory_of_the_presets(preset: str, size: int) -> None:
 )
 def test_dq_is_staged_in_memory_of_its_own(preset: str, head_dim: int, more: int) -> None:
     problem, config = dataclasses.replace(SEED, head_dim=head_dim), PRESETS[preset]
-    in_bulk = dataclasses.replace(config, dq_bulk=True)
-    assert estimate(problem, in_bulk).shared_memory_bytes == estimate(problem, config).shared_memory_bytes + more
+    in_bulk = dataclasses.replace(config, dq_bulk_reduce=True)
+    assert in_bulk.estimate(problem).shared_memory_bytes == config.estimate(problem).shared_memory_bytes + more
 
 
 def test_dq_is_staged_where_the_query_groups_parts_of_dk_and_dv_are_at_the_end() -> None:
     config = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2)
-    in_bulk = dataclasses.replace(config, dq_bulk=True)
-    assert estimate(SEED, in_bulk).shared_memory_bytes == estimate(SEED, config).shared_memory_bytes
+    in_bulk = dataclasses.replace(config, dq_bulk_reduce=True)
+    assert in_bulk.estimate(SEED).shared_memory_bytes == config.estimate(SEED).shared_memory_bytes
 
 
 @pytest.mark.parametrize(("preset", "threads"), [("v1", 512), ("v2", 256), ("v3", 256), ("t64", 256), ("t128", 256)])
 def test_threads_of_the_presets(preset: str, threads: int) -> None:
-    assert estimate(SEED, PRESETS[preset]).threads == threads
+    assert PRESETS[preset].estimate(SEED).threads == threads
 
 
 @pytest.mark.parametrize(
@@ -58,6 +57,6 @@ def test_threads_of_the_presets(preset: str, threads: int) -> None:
 )
 def test_blocks_of_an_sm(threads: int, registers: int, shared_memory_bytes: int, on_5090: int, on_h200: int) -> None:
     needs = {"threads": threads, "registers": registers, "shared_memory_bytes": shared_memory_bytes}
-    assert blocks_per_sm(RTX_5090, **needs) == on_5090
-    assert blocks_per_sm(H200, **needs) == on_h200
-    assert occupancy(H200, **needs) == on_h200 * threads / 2048
+    assert RTX_5090.blocks_per_sm(**needs) == on_5090
+    assert H200.blocks_per_sm(**needs) == on_h200
+    assert H200.occupancy(**needs) == on_h200 * threads / 2048

@@ -1,0 +1,319 @@
+"""The ``mmat`` family (``templates/mmat``): ``mma.sync`` with scores computed transposed, no barrier of all warps."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..device import Device
+from ..problem import ACCUMULATOR_BYTES, FEATURES, Problem
+from .base import (
+    BARRIER_BYTES,
+    FRAGMENT_COLUMNS,
+    INDEX_BYTES,
+    MMA_K,
+    MMA_M,
+    Config,
+    Contradiction,
+    Phase,
+    TileWork,
+    ceil_div,
+    family,
+    parameter,
+)
+
+_PITCH_BYTES = 128  # of a panel's row
+_STAGGERED_WARPS = 8  # two for each of an SM's sub-partitions, which a block's warps go round
+_WORKING_REGISTERS = 31  # all addresses; measured: more than 224 others spill
+
+
+@family
+class TransposedMmaConfig(Config):
+    """A point of the ``mmat`` family."""
+
+    family: ClassVar[str] = "mmat"
+    group: ClassVar[str] = "mma"
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
+    has_probe: ClassVar[bool] = True
+    contradictions: ClassVar[tuple[Contradiction, ...]] = (
+        Contradiction(
+            ("query_groups", "exchange"),
+            lambda groups, exchange: exchange and groups == 1,
+            "an exchange is between query groups: there is one",
+        ),
+        Contradiction(
+            ("p_first", "dv_first"),
+            lambda p_first, dv_first: dv_first and not p_first,
+            "dV before dP needs P before dP",
+        ),
+        Contradiction(
+            ("p_first", "p_in_fp16"),
+            lambda p_first, p_in_fp16: p_in_fp16 and not p_first,
+            "P in fp16 needs P before dP",
+        ),
+        Contradiction(
+            ("p_first", "p_in_fp16"),
+            lambda p_first, p_in_fp16: p_first and not p_in_fp16,
+            "dS of a P that is rounded to bf16 has 1.22 times the error of PyTorch's: hold it in fp16",
+        ),
+        Contradiction(
+            ("p_in_fp16", "p_fp16_period"),
+            lambda p_in_fp16, period: period > 1 and not p_in_fp16,
+            "a period is of blocks of P in fp16",
+        ),
+        Contradiction(
+            ("block_q", "query_groups", "p_fp16_period"),
+            lambda queries, groups, period: period > queries // groups // MMA_K,
+            "of {block_q} queries in {query_groups} parts, a warp has fewer than {p_fp16_period} blocks of 16",
+        ),
+        Contradiction(
+            ("num_warps", "staggered"),
+            lambda warps, staggered: staggered and warps != _STAGGERED_WARPS,
+            f"staggered warps are pairs, one a sub-partition: {{num_warps}} are not {_STAGGERED_WARPS}",
+        ),
+        Contradiction(
+            ("dq_vector", "dq_bulk_reduce"),
+            lambda vector, bulk: bulk and vector != 4,
+            "dQ is added in bulk, and not by vectors of {dq_vector}",
+        ),
+    )
+
+    block_q: int = parameter("q", (32, 64, 96, 128), "Rows of a Q/dO tile (B_r).")
+    block_kv: int = parameter("kv", (64, 128), "Rows of a K/V tile (B_c); one thread block owns one.")
+    num_warps: int = parameter("w", (4, 8), "Warps of a block.")
+    query_groups: int = parameter(
+        "g", (1, 2), "Groups of warps that divide a tile's queries; the warps of a group divide its keys.", default=1
+    )
+    exchange: bool = parameter(
+        "x",
+        (False, True),
+        "With two query groups, exchange P and dS through shared memory, so that a warp sums dK and dV over all "
+        "queries and for half of the columns; else each group sums over its own queries, added up at the end.",
+        default=False,
+    )
+    dq_row_warps: int = parameter(
+        "r", (1, 2, 4), "Warps that divide the queries of dQ = dS K; the others divide its columns.", default=2
+    )
+    q_stages: int = parameter("s", (2, 3), "Q tiles in shared memory.", default=2)
+    do_stages: int = parameter("o", (1, 2, 3), "dO tiles in shared memory; 1 loads after use.", default=1)
+    k_in_registers: bool = parameter(
+        "k",
+        (False, True),
+        "Keep the warp's K fragments of S^T = K Q^T in registers, or read them again for each tile.",
+        default=False,
+    )
+    v_in_registers: bool = parameter(
+        "v",
+        (False, True),
+        "The same for V in dP^T = V dO^T; V then needs no shared memory of its own.",
+        default=False,
+    )
+    p_first: bool = parameter(
+        "p",
+        (False, True),
+        "Compute P before dP, packed to 16 bits: half the registers while dP is computed, and dS is made of the "
+        "rounded P.",
+        default=False,
+    )
+    p_in_fp16: bool = parameter(
+        "f",
+        (False, True),
+        "With P first, round it to fp16 until dS is made of it, also where the elements are bf16: dS is then as exact "
+        "as without P first.",
+        default=False,
+        affects_validity=False,
+    )
+    dv_first: bool = parameter("d", (False, True), "Compute dV before dP as well.", default=False)
+    staggered: bool = parameter(
+        "t",
+        (False, True),
+        "The second of the two warps of an SM sub-partition begins a tile when the first has issued S.",
+        default=False,
+        affects_validity=False,
+    )
+    min_blocks_per_sm: int = parameter("b", (1, 2), "Second argument of `__launch_bounds__`.", default=1)
+    l2_head_group: int = parameter(
+        "h",
+        (2, 4, 8),
+        "Heads whose blocks are scheduled together, to share the L2.",
+        default=4,
+        affects_validity=False,
+        stored="head_group",
+    )
+    p_fp16_period: int = parameter(
+        "e",
+        (1, 2, 4),
+        "Of so many blocks of 16 queries, one is held as `p_in_fp16` says; the others spare the conversions, and their "
+        "dS is made of a P that is rounded as the elements are.",
+        default=1,
+        later=True,
+        affects_validity=False,
+    )
+    dq_vector: int = parameter(
+        "a",
+        (1, 2, 4),
+        "Floats a thread adds to dQ by one `red.global`.",
+        default=4,
+        later=True,
+        affects_validity=False,
+    )
+    dq_bulk_reduce: bool = parameter(
+        "u",
+        (False, True),
+        "Each warp stages its part of dQ in shared memory, from where one thread adds it by `cp.reduce.async.bulk`; "
+        "else threads add theirs from registers.",
+        default=False,
+        later=True,
+        stored="dq_bulk",
+    )
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether query groups hand P and dS to each other."""
+        return self.query_groups > 1 and self.exchange
+
+    @property
+    def exchanges_p_first(self) -> bool:
+        """Whether they hand over P before there is dS, for dV: apart from it, and behind barriers of its own."""
+        return self.exchanges and self.dv_first
+
+    @property
+    def splits_k(self) -> bool:
+        """Whether query groups have parts of dK and dV, to be added up."""
+        return self.query_groups > 1 and not self.exchange
+
+    @property
+    def ds_parts(self) -> int:
+        """Parts of the keys whose dS dQ waits for, one after another: a warp's own first, those that are late last.
+
+        With an exchange, those who exchange are a part. Else more than two cost registers that are not there.
+        """
+        groups = self.num_warps // self.query_groups
+        return groups if self.exchanges else min(groups, 2)
+
+    @property
+    def column_parts(self) -> tuple[int, int]:
+        """Into how many parts the columns of dK and dV, and those of dQ, are divided."""
+        return self.query_groups if self.exchanges else 1, self.num_warps // self.dq_row_warps
+
+    def columns(self, head_dim: int) -> tuple[int, int]:
+        """Columns of head_dim that each part of dK and dV and each of dQ has, with what fills up the last part's.
+
+        The parts take pairs of fragments in turns.
+        """
+        pairs = ceil_div(head_dim, FRAGMENT_COLUMNS)
+        dkv_parts, dq_parts = self.column_parts
+        return ceil_div(pairs, dkv_parts) * FRAGMENT_COLUMNS, ceil_div(pairs, dq_parts) * FRAGMENT_COLUMNS
+
+    def refusal(self, problem: Problem, device: Device) -> str | None:
+        groups, warps, row_warps = self.query_groups, self.num_warps, self.dq_row_warps
+        if problem.head_dim < MMA_K:
+            return f"head_dim {problem.head_dim}: the {self.family} kernels take {MMA_K} and more"
+        divisions = (
+            ("S", self.block_kv, "keys", warps // groups, MMA_M),
+            ("S", self.block_q, "queries", groups, MMA_K),
+            ("dQ", self.block_q, "queries", row_warps, MMA_M),
+        )
+        for product, size, unit, parts, multiple in divisions:
+            if size % (parts * multiple):
+                wrong = f"{size} {unit} in {parts} parts are not a multiple of {multiple} each"
+                return f"{product} does not divide: {wrong}"
+        there = _panel_columns(problem)
+        column_parts = zip(self.column_parts, self.columns(problem.head_dim), strict=True)
+        for product, (parts, columns) in zip(("dK and dV", "dQ"), column_parts, strict=True):
+            if (parts - 1) * FRAGMENT_COLUMNS >= problem.head_dim:
+                return (
+                    f"{product} does not divide: of {problem.head_dim} columns in {parts} parts, {FRAGMENT_COLUMNS} at "
+                    "a time, none are left for the last"
+                )
+            if parts * columns > there:
+                return (
+                    f"{product} does not divide: {problem.head_dim} columns in {parts} parts are filled up to "
+                    f"{parts * columns}, and a tile has {there}"
+                )
+        return None
+
+    def shared_memory_bytes(self, problem: Problem) -> int:
+        row_bytes = _panel_columns(problem) * problem.element_bytes
+        key_tile = self.block_kv * row_bytes
+        queries = (self.q_stages + self.do_stages) * self.block_q
+        score_tiles = 1 + self.exchanges
+        dkv_columns, dq_columns = self.columns(problem.head_dim)
+        _, dq_parts = self.column_parts
+        staged_dq = self.block_q * dq_parts * dq_columns * ACCUMULATOR_BYTES if self.dq_bulk_reduce else 0
+        tiles = (
+            (1 if self.v_in_registers else 2) * key_tile
+            + queries * row_bytes
+            + score_tiles * self.block_q * self.block_kv * problem.element_bytes
+            + staged_dq
+        )
+        # V on its way to registers lies where the others will; at the end, parts of dK and dV where they were.
+        at_start = 2 * key_tile if self.v_in_registers else 0
+        at_end = 2 * self.block_kv * dkv_columns * ACCUMULATOR_BYTES if self.splits_k else 0
+        statistics = queries * ACCUMULATOR_BYTES  # L beside Q, delta beside dO
+        parts = (1 + self.exchanges_p_first) * self.ds_parts
+        barriers = 4 + parts + self.q_stages + self.do_stages
+        indices = (2 + self.num_warps) * INDEX_BYTES  # of this item and of the next one, and each warp's note
+        return max(tiles, at_start, at_end) + statistics + barriers * BARRIER_BYTES + indices
+
+    def registers(self, problem: Problem) -> int:
+        keys = self.block_kv * self.query_groups // self.num_warps
+        queries = self.block_q // self.query_groups
+        dkv_columns, dq_columns = self.columns(problem.head_dim)
+        sums = 2 * keys * dkv_columns // 32
+        kept_columns = ceil_div(problem.head_dim, MMA_K) * MMA_K
+        kept = (int(self.k_in_registers) + int(self.v_in_registers)) * keys * kept_columns // 64
+        # S and dP are alive together, or P in 16 bits and dP; dQ after them. With a cap, what dS is made of is kept
+        # beside P until dV is computed.
+        scores = keys * queries // 32
+        beside_dp = scores if not self.p_first or (problem.softcap and not self.dv_first) else scores // 2
+        passing = max(scores + beside_dp, self.block_q // self.dq_row_warps * dq_columns // 32)
+        return sums + kept + passing + _WORKING_REGISTERS
+
+    def product_columns(self, problem: Problem) -> int:
+        of_scores = ceil_div(problem.head_dim, MMA_K) * MMA_K
+        (dkv_parts, dq_parts), (of_dkv, of_dq) = self.column_parts, self.columns(problem.head_dim)
+        return 2 * of_scores + dq_parts * of_dq + 2 * dkv_parts * of_dkv
+
+    def tile_work(self, problem: Problem) -> TileWork:
+        warps, groups, block_q, block_kv = self.num_warps, self.query_groups, self.block_q, self.block_kv
+        depth, columns = ceil_div(problem.head_dim, MMA_K), problem.head_dim // (2 if self.exchanges else 1)
+        key_blocks = block_kv * groups // warps // MMA_M
+        query_blocks = block_q // groups // MMA_K
+        read_again = (not self.k_in_registers) + (not self.v_in_registers)
+        of_scores = depth * (2 * query_blocks + read_again * key_blocks)
+        of_dkv = 2 * query_blocks * columns // FRAGMENT_COLUMNS
+        if self.exchanges:  # twice the queries, half of them with the partner's P and dS, and P read again
+            of_dkv = 2 * (of_dkv + query_blocks * key_blocks) + query_blocks * key_blocks * self.dv_first
+        dq_columns = problem.head_dim * self.dq_row_warps // warps
+        of_dq = block_kv // MMA_K * (block_q // self.dq_row_warps // MMA_M + dq_columns // FRAGMENT_COLUMNS)
+        score_tiles = 1.0 + self.exchanges
+        if self.exchanges_p_first and self.p_in_fp16 and problem.dtype == "bf16":
+            score_tiles += 1 / self.p_fp16_period  # P that dS is made of, apart from dV's
+        stored = int(score_tiles * block_q * block_kv) * problem.element_bytes
+        # In bulk, dQ is stored and read again.
+        added = (1 + self.dq_bulk_reduce) * block_q * problem.head_dim * ACCUMULATOR_BYTES
+        panels = ceil_div(problem.head_dim * problem.element_bytes, _PITCH_BYTES)
+        phase = Phase(
+            products=5 * problem.head_dim,
+            fragments=warps * (of_scores + of_dkv + of_dq),
+            shared_bytes=stored + added,
+            copied_rows=2 * block_q * panels,
+            computes_scores=True,
+        )
+        return TileWork(
+            phases=(phase,),
+            # A stage that is loaded after its use has the rest of the tile to arrive in.
+            tiles_ahead=min(self.q_stages, self.do_stages) - 0.5,
+            in_step=not self.staggered,
+            dq_vector=None if self.dq_bulk_reduce else self.dq_vector,
+        )
+
+
+def _panel_columns(problem: Problem) -> int:
+    """Columns that a tile of an input has in shared memory: whole panels."""
+    panel_columns = _PITCH_BYTES // problem.element_bytes
+    return ceil_div(problem.head_dim, panel_columns) * panel_columns

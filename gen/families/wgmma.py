@@ -1,0 +1,258 @@
+"""The ``wgmma`` family (``templates/wgmma``): warpgroups of Hopper, a producer and two consumers, 128 keys an item."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..device import Device
+from ..problem import ACCUMULATOR_BYTES, CAUSAL, FULL, WINDOW, Problem
+from .base import (
+    BARRIER_BYTES,
+    FRAGMENT_REGISTERS,
+    INDEX_BYTES,
+    MMA_K,
+    Config,
+    Contradiction,
+    Phase,
+    TileWork,
+    ceil_div,
+    family,
+    parameter,
+)
+
+_WARPGROUP_THREADS = 128
+_WARPGROUP_KEYS = 64  # m of wgmma
+_MMA_WARPGROUPS = 2
+_HEAD_DIMS = range(32, 128 + 1, 8)
+_PANEL_COLUMNS = 64
+_STAGES = 2  # of Q and of dO, and of dS
+_ITEM_STAGES = 8
+_BARRIERS = 21 + 2 * _ITEM_STAGES
+_ZEROS_BYTES = 2048  # that dQ's places are cleared with where the kernel converts dQ
+_CONVERTED_ROWS = 32  # of dQ, that the warp which converts it takes at a time
+_WORKING_REGISTERS = 28
+_MMA_REGISTERS = 240  # what is left to each of 256 computing threads where 128 others have 24
+
+
+@family
+class WgmmaConfig(Config):
+    """A point of the ``wgmma`` family."""
+
+    family: ClassVar[str] = "wgmma"
+    group: ClassVar[str] = "wgmma"
+    features: ClassVar[frozenset[str]] = frozenset({"window", "bottom_right", "softcap", "deterministic"})
+    divides_registers: ClassVar[bool] = True
+    threads: ClassVar[int] = (1 + _MMA_WARPGROUPS) * _WARPGROUP_THREADS
+    block_kv: ClassVar[int] = _MMA_WARPGROUPS * _WARPGROUP_KEYS
+    min_blocks_per_sm: ClassVar[int] = 1
+    contradictions: ClassVar[tuple[Contradiction, ...]] = (
+        Contradiction(
+            ("block_q", "lse_delta_k_step"),
+            lambda block_q, folded: folded and block_q % 64 != 0,
+            "the statistics that are folded into S lie in rows of 64 queries: a tile has {block_q}",
+        ),
+        Contradiction(
+            ("store_first", "dq_bulk_reduce"),
+            lambda store_first, bulk: store_first and not bulk,
+            "what the first key tile stores, and who adds to it, waits in the thread that copies dQ in bulk",
+        ),
+        Contradiction(
+            ("dq_bulk_reduce", "dq_epilogue_in_kernel"),
+            lambda bulk, in_kernel: in_kernel and not bulk,
+            "that all of dQ is in memory is known of bulk copies alone",
+        ),
+        Contradiction(
+            ("block_q", "dq_epilogue_in_kernel"),
+            lambda block_q, in_kernel: in_kernel and block_q % _CONVERTED_ROWS != 0,
+            f"dQ is converted by {_CONVERTED_ROWS} rows at a time: a tile has {{block_q}}",
+        ),
+        Contradiction(
+            ("store_first", "dq_epilogue_in_kernel"),
+            lambda store_first, in_kernel: store_first and in_kernel,
+            "dQ's place is cleared where it is converted: nothing is left for the first key tile to store",
+        ),
+    )
+
+    block_q: int = parameter("q", (64, 80, 128), "Rows of a Q/dO tile (B_r).", default=64)
+    lse_delta_k_step: bool = parameter(
+        "f",
+        (False, True),
+        "The log-sum-exp and delta enter S and dP as an extra k-step, of 16-bit terms and constants, and need neither "
+        "loads nor additions of the consumer threads; else they are read from shared memory.",
+        default=True,
+        stored="fold_statistics",
+    )
+    dq_delayed: bool = parameter(
+        "l",
+        (False, True),
+        "Compute dQ one tile late, when the other warpgroup's half of dS has long arrived; else both warpgroups meet "
+        "in each tile.",
+        default=False,
+        affects_validity=False,
+        stored="lag_dq",
+    )
+    v_fragments: int = parameter(
+        "v",
+        (0, 1, 2, 3, 4, 5),
+        "k-steps along head_dim for which V is kept in registers: they spare shared memory's bandwidth.",
+        default=0,
+    )
+    resync: bool = parameter(
+        "r",
+        (False, True),
+        "The warps of a warpgroup meet before they stage dQ.",
+        default=False,
+        affects_validity=False,
+    )
+    skip_masked: bool = parameter(
+        "m",
+        (False, True),
+        "A warpgroup whose half of the first tile is masked altogether computes its share of dQ alone there.",
+        default=False,
+    )
+    code_copies: int = parameter(
+        "c",
+        (1, 2),
+        "Copies of the consumers' code: one for both warpgroups, or one each.",
+        default=1,
+        affects_validity=False,
+        stored="copies",
+    )
+    l2_head_group: int = parameter(
+        "h",
+        (4, 8, 16),
+        "Heads whose items are taken together, to share the L2.",
+        default=8,
+        affects_validity=False,
+        stored="head_group",
+    )
+    store_first: bool = parameter(
+        "s",
+        (False, True),
+        "The first key tile that meets a query tile stores its part of dQ, and the others wait until it has; else all "
+        "of them add to what was cleared before.",
+        default=False,
+        later=True,
+    )
+    dq_bulk_reduce: bool = parameter(
+        "u",
+        (True, False),
+        "dQ is staged in shared memory, from where one thread adds it by `cp.reduce.async.bulk`; else the consumer "
+        "threads add it themselves, by `red.global` of four floats.",
+        default=True,
+        later=True,
+        stored="dq_bulk",
+    )
+    dq_epilogue_in_kernel: bool = parameter(
+        "d",
+        (False, True),
+        "A warp converts dQ of heads whose items are done, while later ones are computed, and clears its place for "
+        "heads that are later still; else two other kernels clear all of it before and convert it after.",
+        default=False,
+        later=True,
+        stored="convert_dq",
+    )
+
+    def refusal(self, problem: Problem, device: Device) -> str | None:
+        if not device.has_wgmma:
+            return f"{device.name} has no wgmma: it is an instruction of sm_90a alone"
+        if problem.head_dim not in _HEAD_DIMS:
+            why = (
+                "most of the 64 columns that it is filled up to would be zeros"
+                if problem.head_dim < _HEAD_DIMS[0]
+                else f"dK and dV of 64 keys alone are {problem.head_dim} registers a thread"
+            )
+            taken = f"the wgmma kernels take {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]}"
+            return f"head_dim {problem.head_dim}: {taken}; {why}"
+        steps = ceil_div(problem.head_dim, MMA_K)
+        if self.v_fragments > steps:
+            return f"V has {steps} steps along head_dim: {self.v_fragments} cannot be kept"
+        if self.lse_delta_k_step and problem.softcap:
+            return "the log-sum-exp that is folded into S would be capped with it"
+        if self.skip_masked and problem.mask == FULL:
+            return "there is no mask that would leave tiles to be skipped"
+        if self.skip_masked and problem.deterministic and problem.mask == CAUSAL and not self.store_first:
+            return "such a deterministic kernel goes backwards, and a causal mask leaves all of the last queries' tile"
+        if self.store_first and (problem.mask == WINDOW or problem.bottom_right):
+            return "queries that see no key meet no key tile that would store their dQ: it has to be cleared"
+        if problem.deterministic and not self.dq_bulk_reduce:
+            return "the order in which key tiles add to dQ is kept by the threads that copy it in bulk"
+        if problem.deterministic and self.dq_epilogue_in_kernel:
+            return "the threads that copy dQ in bulk keep the order of key tiles, or wait for places: not both"
+        if (needed := self.registers(problem)) > _MMA_REGISTERS:
+            return f"about {needed} registers a thread: two computing warpgroups have {_MMA_REGISTERS}"
+        return None
+
+    @property
+    def sums_stages(self) -> int:
+        """Stages of fp32 sums on their way to be converted, as many as there is room for."""
+        if not self.dq_epilogue_in_kernel:
+            return 0
+        return 3 if self.block_q == 64 else 2
+
+    def dq_queries(self, head_dim: int) -> int:
+        """Queries of a warpgroup's dQ^T: the warpgroups divide its columns, or where there are 64 its queries."""
+        return self.block_q if head_dim > _PANEL_COLUMNS else self.block_q // _MMA_WARPGROUPS
+
+    def shared_memory_bytes(self, problem: Problem) -> int:
+        block_q, block_kv, stages = self.block_q, self.block_kv, _STAGES
+        _, panel_columns = _columns(problem.head_dim)
+        row_bytes = panel_columns * problem.element_bytes
+        keys = 2 * block_kv * row_bytes
+        queries = 2 * stages * block_q * row_bytes
+        ds = stages * block_q * block_kv * problem.element_bytes
+        dq = block_q * panel_columns * ACCUMULATOR_BYTES
+        # A pattern of 8 rows for every 64 queries, for each stage of L and of delta, and one of zeros; or a float each.
+        statistics = block_q // 64 * 1024 if self.lse_delta_k_step else block_q * ACCUMULATOR_BYTES
+        zeros, converted = statistics if self.lse_delta_k_step else 0, 0
+        if self.dq_epilogue_in_kernel:
+            # Sums on their way in, the last ones converted, and more zeros.
+            row_bytes_of_part = _PANEL_COLUMNS * (self.sums_stages * ACCUMULATOR_BYTES + problem.element_bytes)
+            zeros, converted = _ZEROS_BYTES, _CONVERTED_ROWS * row_bytes_of_part
+        barriers = (_BARRIERS + self.sums_stages) * BARRIER_BYTES
+        tiles = keys + queries + ds + dq + converted
+        return tiles + 2 * stages * statistics + zeros + barriers + _ITEM_STAGES * INDEX_BYTES
+
+    def registers(self, problem: Problem) -> int:
+        """Of a consumer thread. A producer needs few; the launch itself asks for a third of an SM's."""
+        sums = 2 * _columns(problem.head_dim)[0] // 2
+        constants = (2 if problem.dtype == "fp16" else 1) * self.lse_delta_k_step
+        kept = FRAGMENT_REGISTERS * (self.v_fragments + constants)
+        # S and dP are alive together; P and dS in 16 bits, which take their place, with dQ.
+        scores = self.block_q
+        # Measured: with less to spare for a cap's slopes, ptxas spills or serializes.
+        slopes = self.block_q * 7 // 32 if problem.softcap else 0
+        return sums + kept + scores + slopes + _WORKING_REGISTERS
+
+    def product_columns(self, problem: Problem) -> int:
+        of_sums, of_dq = _columns(problem.head_dim)
+        return 4 * of_sums + of_dq
+
+    def tile_work(self, problem: Problem) -> TileWork:
+        """The tensor cores read operands from shared memory themselves: A of 64 rows and B of each k-step, for each of
+        two warpgroups, but for what lies in registers."""
+        head_dim, block_q, element = problem.head_dim, self.block_q, problem.element_bytes
+        step_a, steps = _WARPGROUP_KEYS * MMA_K * element, head_dim // MMA_K
+        of_scores = 2 * steps * (step_a + block_q * MMA_K * element) - self.v_fragments * step_a
+        of_scores += 2 * self.lse_delta_k_step * block_q * MMA_K * element
+        of_dkv = 2 * block_q * head_dim * element
+        of_dq = self.block_kv // MMA_K * (step_a + self.dq_queries(head_dim) * MMA_K * element)
+        moved = (self.block_kv + 2 * head_dim) * block_q * element + 2 * block_q * head_dim * ACCUMULATOR_BYTES
+        phase = Phase(
+            products=5 * head_dim + 2 * MMA_K * self.lse_delta_k_step,
+            shared_bytes=_MMA_WARPGROUPS * (of_scores + of_dkv + of_dq) + moved,
+            computes_scores=True,
+        )
+        return TileWork(
+            phases=(phase,),
+            warpgroup_barriers=0 if self.dq_delayed else 1,
+            asynchronous=True,
+            statistics_rows=0 if self.lse_delta_k_step else block_q,
+            added_rows=0 if self.dq_bulk_reduce else block_q,
+            converts_dq=self.dq_epilogue_in_kernel,
+        )
+
+
+def _columns(head_dim: int) -> tuple[int, int]:
+    """Columns of head_dim as sums, dK and dV have them, in k-steps, and as tiles and dQ do, in panels."""
+    return ceil_div(head_dim, MMA_K) * MMA_K, ceil_div(head_dim, _PANEL_COLUMNS) * _PANEL_COLUMNS

@@ -1,21 +1,25 @@
 """bwdtune: tuned CUDA attention-backward kernels for PyTorch.
 
 `attention` and `attention_varlen` compute attention with the stored winner as its backward; `enable` and `disable` let
-PyTorch's own `scaled_dot_product_attention` go through it. They are loaded when they are first used: importing the
-package costs next to nothing.
+PyTorch's own `scaled_dot_product_attention` go through it. `flash_attn` has the functions of the package of that name,
+`integrations.transformers` an attention implementation for Hugging Face's models. They are loaded when they are first
+used: importing the package costs next to nothing.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .runtime import flash_attn, integrations
     from .runtime.attention import attention, attention_varlen
     from .runtime.sdpa import disable, enable, enabled
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attention", "attention_varlen", "disable", "enable", "enabled"]
+__all__ = ["__version__", "attention", "attention_varlen", "disable", "enable", "enabled", "flash_attn", "integrations"]
 
 _MODULES = {
     "attention": ".runtime.attention",
@@ -24,6 +28,23 @@ _MODULES = {
     "enable": ".runtime.sdpa",
     "enabled": ".runtime.sdpa",
 }
+
+
+class _Alias(ModuleType):
+    """A module of `runtime` under the name that users import it by."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # whoever looks through all modules loads none
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__.replace(".", ".runtime.", 1)), name)
+
+
+def _alias(name: str) -> Any:
+    return sys.modules.setdefault(f"{__name__}.{name}", _Alias(f"{__name__}.{name}"))
+
+
+flash_attn, integrations = _alias("flash_attn"), _alias("integrations")
+setattr(integrations, "transformers", _alias("integrations.transformers"))  # noqa: B010
 
 
 def __getattr__(name: str) -> Any:

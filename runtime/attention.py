@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..gen.errors import UsageError
 from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem, band
-from . import dispatch, torch_attention
+from . import dispatch, forwards, math_attention, torch_attention
 from .features import PLAIN, Features, Sequences
 from .kernel import TORCH_DTYPES, Kernel, backward
 
@@ -36,24 +37,27 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window: tuple[int, int] = (UNLIMITED, UNLIMITED),
+    window_size: tuple[int, int] = (UNLIMITED, UNLIMITED),
     alignment: str = TOP_LEFT,
     softcap: float = 0.0,
     deterministic: bool | None = None,
+    window: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Scaled dot-product attention: `F.scaled_dot_product_attention` with a tuned backward, and with more masks.
 
-    The forward is PyTorch's fused one. The backward is the kernel that `tuner search` stored as the winner for this
+    The forward is the fastest there is for the mask (`forwards.choose`): where that is plain PyTorch's own choice. The
+    backward is the kernel that `tuner search` stored as the winner for this
     problem (or the nearest one to it: `dispatch.choose`) on the tensors' GPU, compiled on first use. Where there is
     none, or the input is not one that a kernel takes (on the CPU, not 4-dimensional, of another dtype, empty, a tensor
-    subclass, with a scale that is not positive, while PyTorch's flash attention is off), the whole call is PyTorch's,
+    subclass, with a scale that is not positive, while PyTorch's fused attention is off), the whole call is PyTorch's,
     and one line in the log of ``bwdtune`` says why, once. So it is, without a line, under `torch.compile` and where no
     gradient is needed.
 
-    PyTorch has no fused forward with a softcap: that one is made of its elementary operations, tens of times slower.
+    PyTorch has no fused forward with a softcap: where FlashAttention-3 is not installed, that one is made of elementary
+    operations, tens of times slower. Under the transforms of `torch.func`, so is all that PyTorch's function lacks.
 
-    Under autocast the inputs are cast as for PyTorch's function. The gradient cannot be differentiated again. A query
-    that sees no key has an output and a gradient of zero.
+    Under autocast the inputs are cast as for PyTorch's function, which leaves fp64 alone. The gradient cannot be
+    differentiated again. A query that sees no key has an output and a gradient of zero.
 
     Args:
         q: (B, Hq, Sq, D), bf16 or fp16, any strides.
@@ -62,12 +66,14 @@ def attention(
         is_causal: A query sees no key past its diagonal.
         scale: The softmax scale; 1/sqrt(D) by default.
         enable_gqa: Allow Hkv to be a divisor of Hq.
-        window: How many keys before and past its diagonal a query sees; -1 for all. With `is_causal` none past it.
+        window_size: How many keys before and past its diagonal a query sees; -1 for all. With `is_causal` none past it.
         alignment: Where the diagonal lies: ``top-left``, query i at key i, as PyTorch's `is_causal`; or
-            ``bottom-right``, query i at key ``i + Skv - Sq``, as FlashAttention.
+            ``bottom-right``, query i at key ``i + Skv - Sq``, as FlashAttention. The default is that of the function
+            that this one stands in for: `F.scaled_dot_product_attention`.
         softcap: Scores are ``softcap * tanh(score / softcap)``; 0 for none.
         deterministic: Whether gradients must be the same bits at each call; by default whether
             `torch.use_deterministic_algorithms` is on. Such kernels have winners of their own.
+        window: The former name of `window_size`.
 
     Returns:
         (B, Hq, Sq, D).
@@ -75,20 +81,27 @@ def attention(
     Raises:
         ValueError: q, k and v are on different devices, or an argument makes no sense.
     """
+    if has_torch_function((q, k, v)):  # a subclass that overrides functions, torch.fx
+        features_given = {"window_size": _one_window(window_size, window), "alignment": alignment, "softcap": softcap}
+        options: dict[str, Any] = {**features_given, "deterministic": deterministic}
+        return handle_torch_function(attention, (q, k, v), q, k, v, is_causal, scale, enable_gqa, **options)
     _same_device(q=q, k=k, v=v)
-    features = Features(_limits(window), _aligned_bottom_right(alignment), _cap(softcap))
+    limits = _limits(_one_window(window_size, window))
+    features = Features(limits, _aligned_bottom_right(alignment), _cap(softcap))
     if q.dim() == k.dim() == 4:
         is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
     if not features.plain and (reason := _shape_objection(q, k, v, enable_gqa)):
         raise ValueError(reason)
-    call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic)
+    call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
     gradient = _needs_gradient(q, k, v)
     cast_q, cast_k, cast_v = _autocast(q, k, v)
     kernel = None
     if gradient and not torch.compiler.is_compiling():
-        kernel = _kernel_for(call, cast_q, cast_k, cast_v, enable_gqa)
+        kernel = _kernel_for(call, cast_q, cast_k, cast_v)
     # What is not plain PyTorch's function does not take, and where it cannot be told to be deterministic we are.
     own = not features.plain or (deterministic and gradient and _shape_objection(q, k, v, enable_gqa) is None)
+    if own and torch._C._are_functorch_transforms_active():
+        return math_attention.differentiable(cast_q, cast_k, cast_v, call.causal, call.scale, features)
     if kernel or own:
         return call.run(cast_q, cast_k, cast_v, kernel)
     # Of an empty batch, PyTorch's fused kernels may make no tensor at all.
@@ -109,16 +122,22 @@ def attention_varlen(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window: tuple[int, int] = (UNLIMITED, UNLIMITED),
+    window_size: tuple[int, int] = (UNLIMITED, UNLIMITED),
     alignment: str = BOTTOM_RIGHT,
     softcap: float = 0.0,
     deterministic: bool | None = None,
+    window: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Attention within each of several sequences, which lie one after another in one tensor.
 
     As `attention` otherwise. Give the same tensor as both `cu_seqlens_q` and `cu_seqlens_kv` where the lengths are the
     same: nothing else tells, without waiting for the GPU, that both alignments are then one. With different lengths and
     ``top-left``, and with a softcap, PyTorch has no fused forward, and its elementary operations take its place.
+
+    The lengths lie on the GPU, and to look at them would be to wait for it: they are checked where the tensors are on
+    a CPU. Elsewhere it is the caller's part that `cu_seqlens_q` and `cu_seqlens_kv` begin with 0, never decrease and
+    end within the tensors, and that no sequence is longer than `max_seqlen_q` and `max_seqlen_kv`; the rows of a
+    sequence past those are left out.
 
     Args:
         q: (Tq, Hq, D): the rows of all sequences.
@@ -131,10 +150,12 @@ def attention_varlen(
         is_causal: As for `attention`.
         scale: As for `attention`.
         enable_gqa: As for `attention`.
-        window: As for `attention`.
-        alignment: As for `attention`, but ``bottom-right`` by default, as FlashAttention and PyTorch's `varlen_attn`.
+        window_size: As for `attention`.
+        alignment: As for `attention`, but ``bottom-right`` by default, as of the functions that this one stands in for:
+            FlashAttention's `flash_attn_varlen_func` and PyTorch's `varlen_attn`.
         softcap: As for `attention`.
         deterministic: As for `attention`.
+        window: The former name of `window_size`.
 
     Returns:
         (Tq, Hq, D).
@@ -142,6 +163,12 @@ def attention_varlen(
     Raises:
         ValueError: The tensors are on different devices or of impossible shapes, or an argument makes no sense.
     """
+    if has_torch_function((q, k, v)):
+        lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        features_given = {"window_size": _one_window(window_size, window), "alignment": alignment, "softcap": softcap}
+        options: dict[str, Any] = {**features_given, "deterministic": deterministic}
+        arguments = (q, k, v, *lengths, is_causal, scale, enable_gqa)
+        return handle_torch_function(attention_varlen, (q, k, v), *arguments, **options)
     _same_device(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
     if not q.dim() == k.dim() == v.dim() == 3:
         raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: they must be (T, H, D)")
@@ -153,8 +180,10 @@ def attention_varlen(
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: it must be int32 (B + 1)")
     if cu_seqlens_q.shape != cu_seqlens_kv.shape:
         raise ValueError(f"cu_seqlens_q has {cu_seqlens_q.numel()} values and cu_seqlens_kv {cu_seqlens_kv.numel()}")
+    _check_lengths("q", cu_seqlens_q, max_seqlen_q, q.shape[2])
+    _check_lengths("kv", cu_seqlens_kv, max_seqlen_kv, k.shape[2])
     bottom_right = _aligned_bottom_right(alignment)
-    limits = _limits(window)
+    limits = _limits(_one_window(window_size, window))
     masked = is_causal or limits != PLAIN.window
     features = Features(
         limits,
@@ -162,10 +191,12 @@ def attention_varlen(
         _cap(softcap),
         Sequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
     )
-    call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic)
+    call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
     gradient = _needs_gradient(q, k, v)
     q, k, v = _autocast(q, k, v)
-    kernel = _kernel_for(call, q, k, v, enable_gqa) if gradient and not torch.compiler.is_compiling() else None
+    if torch._C._are_functorch_transforms_active():
+        return math_attention.differentiable(q, k, v, call.causal, call.scale, features)[0].transpose(0, 1)
+    kernel = _kernel_for(call, q, k, v) if gradient and not torch.compiler.is_compiling() else None
     return call.run(q, k, v, kernel)[0].transpose(0, 1)
 
 
@@ -178,12 +209,14 @@ class _Call:
         scale: The softmax scale.
         features: The mask in its simplest terms, and the rest.
         deterministic: As it was asked for; None where nothing was.
+        enable_gqa: See `attention`.
     """
 
     causal: bool
     scale: float
     features: Features
     deterministic: bool | None
+    enable_gqa: bool
 
     @property
     def repeatable(self) -> bool:
@@ -216,23 +249,30 @@ class _Call:
         )
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel | None) -> torch.Tensor:
-        """PyTorch's forward, and where a gradient is needed the kernel's backward, or PyTorch's if there is none."""
+        """A forward, and where a gradient is needed the kernel's backward, or PyTorch's if there is none."""
+        name = self.forward_name(q, k, v, kernel is not None)
         if _needs_gradient(q, k, v):
-            output: torch.Tensor = _Attention.apply(q, k, v, self, kernel)
+            output: torch.Tensor = _Attention.apply(q, k, v, self, name, kernel)
             return output
-        return self.forward(q, k, v).output
+        return self.forward(q, k, v, name).output
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch_attention.Forward:
-        """PyTorch's."""
-        return torch_attention.forward(q, k, v, self.causal, self.scale, self.features)
+    def forward_name(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: bool) -> str:
+        """See `forwards.choose`."""
+        return forwards.choose(
+            q, k, v, self.causal, self.scale, self.features, enable_gqa=self.enable_gqa, kernel=kernel
+        )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str) -> torch_attention.Forward:
+        """The forward of that name."""
+        return torch_attention.forward(q, k, v, self.causal, self.scale, self.features, name)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, kernel: Kernel | None
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, name: str, kernel: Kernel | None
     ) -> torch.Tensor:
-        result = call.forward(q, k, v)
+        result = call.forward(q, k, v, name)
         if kernel:
             ctx.save_for_backward(q, k, v, result.output, result.lse)
             ctx.gradients = _of_kernel(kernel, call)
@@ -244,12 +284,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
-        with torch.no_grad():
+        # create_graph=True, is_grads_batched=True
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            gradients = _Gradients.apply(ctx.gradients, dout, *saved)
+        else:
             gradients = ctx.gradients(dout, *saved)
-        if torch.is_grad_enabled():  # create_graph=True
-            gradients = _Once.apply(*gradients, *saved[:3], dout)
         asked = (gradient if need else None for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False))
-        return (*asked, None, None)
+        return (*asked, None, None, None)
 
 
 def _of_kernel(kernel: Kernel, call: _Call) -> Callable[..., torch_attention.Gradients]:
@@ -273,15 +314,19 @@ def _of_pytorch(
     return gradients
 
 
-class _Once(torch.autograd.Function):
-    """Hands gradients on, and keeps anyone from taking them for constants.
+class _Gradients(torch.autograd.Function):
+    """The backward where it is transformed: batched, which it does one by one, or differentiated, which it refuses.
 
-    PyTorch's `once_differentiable` does so only where dout needs a gradient; the gradient of a sum would be a constant.
+    PyTorch's `once_differentiable` refuses only where dout needs a gradient; the gradient of a sum would be a constant.
     """
 
     @staticmethod
-    def forward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *sources: torch.Tensor) -> Any:
-        return dq, dk, dv
+    def forward(gradients: Callable[..., torch_attention.Gradients], dout: torch.Tensor, *saved: torch.Tensor) -> Any:
+        return gradients(dout, *saved)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *unused: torch.Tensor) -> Any:
@@ -289,6 +334,15 @@ class _Once(torch.autograd.Function):
             "the gradients of bwdtune.attention cannot be differentiated again: "
             "use torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH"
         )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], gradients: Callable[..., Any], *tensors: Any) -> Any:
+        batches = [
+            [tensor] * info.batch_size if dim is None else tensor.unbind(dim)
+            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        found = [gradients(*one) for one in zip(*batches, strict=True)]
+        return tuple(torch.stack(gradient) for gradient in zip(*found, strict=True)), (0, 0, 0)
 
 
 def _same_device(**tensors: torch.Tensor) -> None:
@@ -304,10 +358,29 @@ def _aligned_bottom_right(alignment: str) -> bool:
     return alignment == BOTTOM_RIGHT
 
 
+def _one_window(window_size: tuple[int, int], window: tuple[int, int] | None) -> tuple[int, int]:
+    if window is None:
+        return window_size
+    if tuple(window_size) != PLAIN.window:
+        raise ValueError(f"window_size is {window_size} and window, its former name, {window}: give one of them")
+    return window
+
+
 def _limits(window: tuple[int, int]) -> tuple[int, int]:
     if len(window) != 2 or any(limit < UNLIMITED or limit % 1 for limit in window):
-        raise ValueError(f"window is {window}: it must be two numbers of keys, or -1 for all of them")
+        raise ValueError(f"window_size is {window}: it must be two numbers of keys, or -1 for all of them")
     return window[0], window[1]
+
+
+def _check_lengths(name: str, starts: torch.Tensor, longest: int, rows: int) -> None:
+    """Refuses lengths that do not fit, where looking at them is no wait for a GPU."""
+    if starts.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    lengths = starts.diff()
+    if starts[0] != 0 or (lengths < 0).any() or starts[-1] > rows:
+        raise ValueError(f"cu_seqlens_{name} must begin with 0, never decrease and end within the {rows} rows")
+    if lengths.numel() and (length := int(lengths.max())) > longest:
+        raise ValueError(f"max_seqlen_{name} is {longest}, and a sequence has {length} rows")
 
 
 def _cap(softcap: float) -> float:
@@ -342,12 +415,13 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+    castable = (tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in tensors)
+    return tuple(tensor.to(dtype) if cast else tensor for tensor, cast in zip(tensors, castable, strict=True))
 
 
-def _kernel_for(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> Kernel | None:
+def _kernel_for(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | None:
     """The kernel for this input. Where there is none the log says why, once; of what is stored, dispatch says it."""
-    reason = _objection(call, q, k, v, enable_gqa)
+    reason = _objection(call, q, k, v)
     if not reason:
         try:
             return dispatch.choose(call.problem(q, k), q.device.index or 0).kernel
@@ -359,7 +433,7 @@ def _kernel_for(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     return None
 
 
-def _objection(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> str | None:
+def _objection(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why no kernel takes this input, whatever is stored."""
     if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in (q, k, v)):
         return "a tensor is of a subclass of torch.Tensor"
@@ -369,18 +443,15 @@ def _objection(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, e
         return f"the tensors are on {q.device.type}"
     if q.dtype not in _DTYPE_NAMES or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}: kernels are for bfloat16 and float16"
-    if reason := _shape_objection(q, k, v, enable_gqa):
+    if reason := _shape_objection(q, k, v, call.enable_gqa):
         return reason
     if not 0 < call.scale < math.inf:  # a masked score is minus infinity before it is scaled
         return f"the scale is {call.scale}: kernels are for positive ones"
     sequences = call.features.sequences
     if not q.numel() or not k.numel() or (sequences and not min(sequences.seqlen_q, sequences.seqlen_kv)):
         return "the input is empty"
-    if not call.features.plain:
-        return None
-    square = not call.causal or q.shape[2] == k.shape[2]
-    if not (torch.backends.cuda.flash_sdp_enabled() if square else torch.backends.cuda.mem_efficient_sdp_enabled()):
-        return f"PyTorch's {'flash' if square else 'memory-efficient'} attention, whose forward is used, is turned off"
+    if call.features.plain and call.forward_name(q, k, v, kernel=True) == forwards.MATH:
+        return "PyTorch's fused attention, whose forward is used, is turned off or does not take this input"
     return None
 
 

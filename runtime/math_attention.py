@@ -75,6 +75,24 @@ def gradients(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
+def differentiable(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features
+) -> torch.Tensor:
+    """The output alone, of operations that `torch.func` transforms and autograd differentiates, as often as one likes.
+
+    See `forward` for the arguments. Nothing is made anew in the backward: the probabilities are kept.
+    """
+    parts, at = [], 0
+    for block in _blocks(q, k, causal, features):
+        s, _ = block.scores(q, k, scale, features.softcap)
+        seen = s != -math.inf
+        # Of a row that sees no key, a softmax of nothing but infinities would be no number.
+        p = s.masked_fill(~seen, torch.finfo(s.dtype).min).softmax(-1) * seen
+        parts += [torch.zeros_like(q[:, :, at : block.rows.start]), (p @ block.keys_of(v)).flatten(1, 2).to(q.dtype)]
+        at = block.rows.stop
+    return torch.cat([*parts, torch.zeros_like(q[:, :, at:])], 2)
+
+
 class _Block:
     """Some rows of q of one sequence (or of each of a batch), and the keys of that sequence."""
 

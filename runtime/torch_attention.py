@@ -6,17 +6,19 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..gen.problem import UNLIMITED
-from . import math_attention
+from . import forwards, math_attention
 from .features import PLAIN, Features
+from .forwards import flash_3
 
 _aten = torch.ops.aten
 
+_ALIGNMENT_BYTES = 16  # of the vectors that fused kernels load
 _LARGEST_GRID = 65_535  # of CUDA's y and z, which PyTorch's kernels count batches and heads in
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -45,9 +47,17 @@ class Forward:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features = PLAIN
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    features: Features = PLAIN,
+    name: str | None = None,
 ) -> Forward:
-    """The fastest of PyTorch's forwards that yields the log-sum-exp for this mask.
+    """A forward that yields the log-sum-exp for this mask.
+
+    The fused ones are given tensors that they can read: see `readable`.
 
     Args:
         q: (B, Hq, Sq, D), bf16 or fp16 for a fused one.
@@ -56,39 +66,66 @@ def forward(
         causal: Whether query i sees the keys 0..i only, or as `features` aligns it.
         scale: The softmax scale.
         features: The rest.
+        name: Of `forwards.choose`; None for that of `forwards.by_mask`.
     """
-    if not q.numel() or not k.numel() or (q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)):
+    name = name or forwards.by_mask(q, k, causal, scale, features)
+    if name == forwards.MATH:
         return _math(q, k, v, causal, scale, features)
-    if not scale > 0:  # the fused ones mask scores before they scale them
-        return _math(q, k, v, causal, scale, features)
-    if features.plain and not q.is_cuda:
+    result = _fused(name, readable(q), readable(k), readable(v), causal, scale, features)
+    found = result.gradients  # apart from the result: what that saved must not be held here
+    return replace(result, gradients=lambda dout, *saved: found(readable(dout), *saved))
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where it lies as no fused kernel reads it: they load 16 bytes at a time along D.
+
+    PyTorch's dispatcher refuses some of these layouts before a fused operator sees them; the operators do not.
+    """
+    *strides, last = tensor.stride()
+    bytes_each = tensor.element_size()
+    aligned = tensor.data_ptr() % _ALIGNMENT_BYTES == 0 and all(
+        stride * bytes_each % _ALIGNMENT_BYTES == 0
+        for stride, extent in zip(strides, tensor.shape, strict=False)
+        if extent > 1
+    )
+    if (last == 1 or tensor.shape[-1] <= 1) and aligned:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _fused(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features
+) -> Forward:
+    if name == forwards.FOR_CPU:
         return _for_cpu(q, k, v, causal, scale)
-    if not q.is_cuda or features.softcap:
-        return _math(q, k, v, causal, scale, features)
     for dim in (0, 1):
         if q.shape[dim] > _LARGEST_GRID:
-            return _in_parts(q, k, v, causal, scale, features, dim)
-    if features.plain:
-        if causal and q.shape[2] != k.shape[2]:
-            return _efficient(q, k, v, causal, scale)
-        return flash(q, k, v, causal, scale)
+            return _in_parts(name, q, k, v, causal, scale, features, dim)
+    if name == forwards.CUDNN:
+        return cudnn(q, k, v, causal, scale)
+    if name == forwards.EFFICIENT:
+        return _efficient(q, k, v, causal, scale)
     left, right = features.limits(causal)
-    # PyTorch's flash drops a limit of as many keys as there are, which with more queries than keys still masks.
-    if not features.sequences and q.shape[2] > k.shape[2]:
-        return _math(q, k, v, causal, scale, features)
-    if not features.sequences:
+    if name == forwards.FLASH_3:
+        return _flash_3(q, k, v, left, right, scale, features)
+    if name == forwards.FLASH_WINDOW:
         return _flash_band(q, k, v, left, right, features.bottom_right, scale)
-    if features.bottom_right or (left, right) == (UNLIMITED, UNLIMITED):
+    if features.sequences:
         return _flash_packed(q, k, v, left, right, scale, features)
-    if features.sequences.cu_seqlens_q is features.sequences.cu_seqlens_kv:  # equal lengths have one diagonal
-        return _flash_packed(q, k, v, left, right, scale, features)
-    return _math(q, k, v, causal, scale, features)
+    return flash(q, k, v, causal, scale)
 
 
 def _in_parts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features, dim: int
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    features: Features,
+    dim: int,
 ) -> Forward:
-    """`forward`, with the batch or the heads in parts that PyTorch's kernels take."""
+    """`_fused`, with the batch or the heads in parts that PyTorch's kernels take."""
     parts = -(-q.shape[dim] // _LARGEST_GRID)
     size = -(-k.shape[dim] // parts)
     rows = size * (q.shape[dim] // k.shape[dim])
@@ -98,7 +135,7 @@ def _in_parts(
     def split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Gradients]:
         return list(zip(q.split(rows, dim), k.split(size, dim), v.split(size, dim), strict=True))
 
-    results = [forward(*part, causal=causal, scale=scale, features=features) for part in split(q, k, v)]
+    results = [_fused(name, *part, causal, scale, features) for part in split(q, k, v)]
     # Apart from the results: what they saved must not be held here.
     backwards = [(result.gradients, len(result.saved) - 3) for result in results]
 
@@ -310,6 +347,20 @@ def _flash_packed(
 
     whole = output.transpose(0, 1)[None]
     return Forward(whole, lse[None].contiguous(), (q, k, v, output, lse, state, unused), gradients)
+
+
+def _flash_3(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int, right: int, scale: float, features: Features
+) -> Forward:
+    """FlashAttention-3's forward; without a backward of its own, since it is taken where a kernel of ours is that."""
+    keys = k.shape[2]
+    seen_left, seen_right = left, right
+    if not features.sequences and not features.bottom_right:
+        keys, seen_left, seen_right = as_bottom_right(q.shape[2], keys, left, right)
+    output, lse = flash_3.forward(q, k[:, :, :keys], v[:, :, :keys], seen_left, seen_right, scale, features)
+    limits = replace(features, window=(left, right))
+    gradients = functools.partial(math_attention.gradients, causal=False, scale=scale, features=limits)
+    return Forward(output, lse.contiguous(), (q, k, v, output, lse), gradients)
 
 
 @contextlib.contextmanager

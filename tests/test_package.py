@@ -23,6 +23,8 @@ ROOT = Path(bwdtune.__file__).resolve().parent
 def _built(folder: str) -> set[str]:
     """What setuptools leaves beside the package; `gen/build` is a room of ours."""
     return {"build"} if Path(folder) == ROOT else set()
+
+
 LONGEST_IMPORT_MS = 50
 
 
@@ -132,3 +134,13 @@ class TestMake:
         )
         assert answer.stdout.splitlines() == ["Python 3.10 or newer is needed: make PYTHON=..."]
         assert not (tmp_path / ".venv").exists()
+
+
+def test_modules_that_users_import_by_name() -> None:
+    code = (
+        "import sys, bwdtune; assert 'torch' not in sys.modules;"
+        "[hasattr(module, '__file__') for module in list(sys.modules.values())]; assert 'torch' not in sys.modules;"
+        "from bwdtune.flash_attn import flash_attn_func; from bwdtune.runtime import flash_attn;"
+        "print(flash_attn_func is flash_attn.flash_attn_func is bwdtune.flash_attn.flash_attn_func)"
+    )
+    assert _python(code) == "True"

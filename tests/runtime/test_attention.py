@@ -258,7 +258,7 @@ def test_empty_inputs_give_empty_or_zero_gradients(launches: Launches, sizes: tu
 def test_a_backend_that_is_turned_off(launches: Launches, caplog: pytest.LogCaptureFixture) -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         bwdtune.attention(*leaves(1, 1, 1, 9, 9)).sum().backward()
-    assert "flash attention, whose forward is used, is turned off" in caplog.text
+    assert "fused attention, whose forward is used, is turned off" in caplog.text
     assert launches.count == 0
 
 

@@ -33,12 +33,12 @@ MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
     "causal, bottom-right": {"is_causal": True, "alignment": "bottom-right"},
-    "window": {"window": (5, 3)},
-    "window, bottom-right": {"window": (5, 3), "alignment": "bottom-right"},
-    "causal window": {"window": (5, -1), "is_causal": True},
-    "left": {"window": (6, -1), "alignment": "bottom-right"},
-    "right": {"window": (-1, 4)},
-    "itself": {"window": (0, 0)},
+    "window": {"window_size": (5, 3)},
+    "window, bottom-right": {"window_size": (5, 3), "alignment": "bottom-right"},
+    "causal window": {"window_size": (5, -1), "is_causal": True},
+    "left": {"window_size": (6, -1), "alignment": "bottom-right"},
+    "right": {"window_size": (-1, 4)},
+    "itself": {"window_size": (0, 0)},
 }
 
 
@@ -76,7 +76,7 @@ def exact(
     v: torch.Tensor,
     *,
     is_causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     alignment: str = "top-left",
     softcap: float = 0.0,
     scale: float = HEAD_DIM**-0.5,
@@ -87,10 +87,10 @@ def exact(
     place = torch.arange(seqlen_q)[:, None] + (seqlen_kv - seqlen_q if alignment == "bottom-right" else 0)
     keys = torch.arange(seqlen_kv)
     seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool)
-    if is_causal or window[1] >= 0:
-        seen &= keys <= place + (0 if is_causal else window[1])
-    if window[0] >= 0:
-        seen &= keys >= place - window[0]
+    if is_causal or window_size[1] >= 0:
+        seen &= keys <= place + (0 if is_causal else window_size[1])
+    if window_size[0] >= 0:
+        seen &= keys >= place - window_size[0]
     s = q @ k.mT * scale
     if softcap:
         s = softcap * torch.tanh(s / softcap)
@@ -144,29 +144,29 @@ def test_a_scale_that_is_not_positive(problems: list[Problem], mask: str, scale:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_dtypes_and_dimensions_have_masks_too(no_kernels: None, dtype: torch.dtype) -> None:
     inputs = leaves(1, 2, 2, 9, 12, dtype=dtype)
-    output = bwdtune.attention(*inputs, window=(3, 1))
+    output = bwdtune.attention(*inputs, window_size=(3, 1))
     assert output.dtype == dtype
     wide = doubled(inputs)
-    assert_right(output, inputs, exact(*wide, window=(3, 1)), wide)
+    assert_right(output, inputs, exact(*wide, window_size=(3, 1)), wide)
 
 
 def test_without_gradients_there_is_only_a_forward(problems: list[Problem]) -> None:
     inputs = leaves(1, 2, 2, 9, 12)
     with torch.no_grad():
-        output = bwdtune.attention(*inputs, window=(3, 1))
+        output = bwdtune.attention(*inputs, window_size=(3, 1))
     assert not output.requires_grad
-    assert torch.allclose(output.double(), exact(*doubled(inputs), window=(3, 1)), atol=0.03)
+    assert torch.allclose(output.double(), exact(*doubled(inputs), window_size=(3, 1)), atol=0.03)
     assert not problems
 
 
 SAME: list[tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = [
     ((40, 40), {"is_causal": True, "alignment": "bottom-right"}, {"causal": True}),
-    ((40, 40), {"window": (-1, 0)}, {"causal": True}),
-    ((40, 40), {"window": (39, 39)}, {}),
-    ((40, 40), {"window": (38, 39)}, {"window_left": 38}),
-    ((40, 40), {"window": (100, 0)}, {"causal": True}),
-    ((40, 40), {"window": (5, 0), "is_causal": True}, {"causal": True, "window_left": 5}),
-    ((40, 40), {"window": (5, 7), "is_causal": True}, {"causal": True, "window_left": 5}),
+    ((40, 40), {"window_size": (-1, 0)}, {"causal": True}),
+    ((40, 40), {"window_size": (39, 39)}, {}),
+    ((40, 40), {"window_size": (38, 39)}, {"window_left": 38}),
+    ((40, 40), {"window_size": (100, 0)}, {"causal": True}),
+    ((40, 40), {"window_size": (5, 0), "is_causal": True}, {"causal": True, "window_left": 5}),
+    ((40, 40), {"window_size": (5, 7), "is_causal": True}, {"causal": True, "window_left": 5}),
     ((1, 40), {"is_causal": True, "alignment": "bottom-right"}, {}),
     ((1, 40), {"is_causal": True}, {"causal": True}),
     ((40, 20), {"is_causal": True, "alignment": "bottom-right"}, {"causal": True, "bottom_right": True}),
@@ -203,13 +203,13 @@ def test_a_window_can_be_aligned_the_other_way(seqlen_q: int, more_keys: int, le
 
 NONSENSE: dict[str, dict[str, Any]] = {
     "alignment is 'centre'": {"alignment": "centre"},
-    "window is": {"window": (-2, 0)},
+    "window_size is": {"window_size": (-2, 0)},
     "softcap is -1": {"softcap": -1.0},
     "softcap is nan": {"softcap": math.nan},
     "softcap is inf": {"softcap": math.inf},
-    "window is .1,.: it must be two": {"window": (1,)},
-    "window is .1, 2, 3.: it must be two": {"window": (1, 2, 3)},
-    "window is .1.5, 0.: it must be two": {"window": (1.5, 0)},
+    "window_size is .1,.: it must be two": {"window_size": (1,)},
+    "window_size is .1, 2, 3.: it must be two": {"window_size": (1, 2, 3)},
+    "window_size is .1.5, 0.: it must be two": {"window_size": (1.5, 0)},
 }
 
 
@@ -222,9 +222,9 @@ def test_nonsense_is_named(problems: list[Problem], said: str) -> None:
 def test_impossible_shapes_are_named(problems: list[Problem]) -> None:
     q, k, v = leaves(1, 3, 2, 9, 9)
     with pytest.raises(ValueError, match="3 query heads do not go with 2"):
-        bwdtune.attention(q, k, v, window=(1, 1), enable_gqa=True)
+        bwdtune.attention(q, k, v, window_size=(1, 1), enable_gqa=True)
     with pytest.raises(ValueError, match="dimensions, not four"):
-        bwdtune.attention(q[0], k[0], v[0], window=(1, 1))
+        bwdtune.attention(q[0], k[0], v[0], window_size=(1, 1))
 
 
 # ---- the same bits each time ----
@@ -396,7 +396,7 @@ def test_a_winner_is_of_its_kind(
     for window in (4, 20):
         store_winner(Problem("bf16", 1, 2, 2, 40, 60, 64, causal=True, window_left=window, bottom_right=True))
     inputs = [tensor.detach().repeat(1, 1, 1, 2).requires_grad_() for tensor in leaves(1, 2, 2, 40, 60)]
-    options: dict[str, Any] = {"is_causal": True, "window": (6, -1), "alignment": "bottom-right"}
+    options: dict[str, Any] = {"is_causal": True, "window_size": (6, -1), "alignment": "bottom-right"}
     output = bwdtune.attention(*inputs, **options)
     assert not [record for record in caplog.records if record.name == "bwdtune"]
     wide = doubled(inputs)
@@ -433,3 +433,30 @@ def test_a_kernel_takes_only_what_it_was_made_for(host: Device) -> None:
     for name, features, said in wrong:
         with pytest.raises(KernelError, match=said):
             backward(kernels[name], q, k, v, q, q, lse, 1.0, features)
+
+
+def test_windows_former_name(problems: list[Problem]) -> None:
+    inputs = leaves(1, 2, 2, 9, 12)
+    assert torch.equal(bwdtune.attention(*inputs, window=(3, 1)), bwdtune.attention(*inputs, window_size=(3, 1)))
+    with pytest.raises(ValueError, match="its former name"):
+        bwdtune.attention(*inputs, window=(3, 1), window_size=(3, 1))
+
+
+LENGTHS_THAT_DO_NOT_FIT: dict[str, dict[str, Any]] = {
+    "max_seqlen_q is 29, and a sequence has 30 rows": {"max_seqlen_q": 29},
+    "max_seqlen_kv is 8": {"max_seqlen_kv": 8},
+    "cu_seqlens_q must begin with 0": {"cu_seqlens_q": [1, 9, 9, 29, 36, 37, 67]},
+    "cu_seqlens_kv must begin with 0, never decrease": {"cu_seqlens_kv": [0, 12, 5, 37, 37, 38, 46]},
+    "and end within the 67 rows": {"cu_seqlens_q": [0, 9, 9, 29, 36, 37, 68]},
+}
+
+
+@pytest.mark.parametrize("said", LENGTHS_THAT_DO_NOT_FIT)
+def test_lengths_that_do_not_fit_are_named_where_looking_is_free(said: str) -> None:
+    inputs, sizes = packed(LENGTHS)
+    wrong = LENGTHS_THAT_DO_NOT_FIT[said]
+    sizes.update(
+        {name: torch.tensor(value, dtype=torch.int32) if name[0] == "c" else value for name, value in wrong.items()}
+    )
+    with pytest.raises(ValueError, match=said):
+        bwdtune.attention_varlen(*inputs, **sizes)

@@ -1,0 +1,154 @@
+"""`attention` in the shape of the ``flash_attn`` package: (B, S, H, D), for code that calls that one.
+
+    from bwdtune.flash_attn import flash_attn_func, flash_attn_varlen_func
+
+Arguments have FlashAttention-2's names, order and defaults. As there, masks are aligned bottom-right, and the heads of
+K and V may be fewer than those of Q.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..gen.problem import BOTTOM_RIGHT, UNLIMITED
+from .attention import attention, attention_varlen
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (UNLIMITED, UNLIMITED),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> torch.Tensor:
+    """`attention` of (B, S, H, D) tensors.
+
+    Args:
+        q: (B, Sq, Hq, D).
+        k: (B, Skv, Hkv, D); Hkv divides Hq.
+        v: (B, Skv, Hkv, D).
+        dropout_p: Must be 0.
+        softmax_scale: 1/sqrt(D) by default.
+        causal: Query i sees no key past ``i + Skv - Sq``.
+        window_size: Keys before and past that place which a query sees; -1 (or None) for all.
+        softcap: Scores are ``softcap * tanh(score / softcap)``; 0 for none.
+        alibi_slopes: Must be None.
+        deterministic: Gradients are the same bits at each call; so they are in PyTorch's deterministic mode.
+        return_attn_probs: Must be False.
+
+    Returns:
+        (B, Sq, Hq, D), contiguous.
+
+    Raises:
+        ValueError: Dropout, slopes or probabilities are asked for, or an argument makes no sense.
+    """
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
+    output = attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        causal,
+        softmax_scale,
+        True,
+        window_size=_limits(window_size),
+        alignment=BOTTOM_RIGHT,
+        softcap=softcap,
+        deterministic=deterministic or None,
+    )
+    return output.transpose(1, 2).contiguous()
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (UNLIMITED, UNLIMITED),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attention_varlen` in FlashAttention's words. See `flash_attn_func` for the other arguments.
+
+    Args:
+        q: (Tq, Hq, D): the rows of all sequences.
+        k: (Tkv, Hkv, D).
+        v: (Tkv, Hkv, D).
+        cu_seqlens_q: int32 (B + 1), on the device of q: where each sequence begins, and one past the end of the last.
+        cu_seqlens_k: The same for k and v; the same tensor where the lengths are the same.
+        max_seqlen_q: Length of the longest sequence in q, or a bound on it.
+        max_seqlen_k: The same for k and v.
+        dropout_p: Must be 0.
+        softmax_scale: See `flash_attn_func`.
+        causal: See `flash_attn_func`.
+        window_size: See `flash_attn_func`.
+        softcap: See `flash_attn_func`.
+        alibi_slopes: Must be None.
+        deterministic: See `flash_attn_func`.
+        return_attn_probs: Must be False.
+        block_table: Must be None.
+
+    Returns:
+        (Tq, Hq, D), contiguous.
+
+    Raises:
+        ValueError: As `flash_attn_func`, or for a paged cache.
+    """
+    _refuse(
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs, block_table=block_table
+    )
+    output = attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal,
+        softmax_scale,
+        True,
+        window_size=_limits(window_size),
+        softcap=softcap,
+        deterministic=deterministic or None,
+    )
+    return output.contiguous()
+
+
+_REASONS = {
+    "dropout_p": "no kernel drops probabilities",
+    "alibi_slopes": "no kernel adds biases to scores",
+    "return_attn_probs": "no kernel stores probabilities",
+    "block_table": "paged keys and values are for inference, which has no backward",
+}
+
+
+def _refuse(**asked: Any) -> None:
+    for name, value in asked.items():
+        # Not the truth of a tensor of slopes.
+        if value is not None and (isinstance(value, torch.Tensor) or value):
+            shown = "given" if isinstance(value, torch.Tensor) else value
+            raise ValueError(f"{name} is {shown}: {_REASONS[name]}; use flash_attn's own function for that")
+
+
+def _limits(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
+    left, right = (UNLIMITED if limit is None else limit for limit in window_size)
+    return left, right

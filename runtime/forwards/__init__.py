@@ -1,0 +1,188 @@
+"""Which forward a call of attention takes: the fastest one for its mask, by what was measured.
+
+Where the mask is plain that is PyTorch's own choice, but for a user's FlashAttention-3 where it was measured to be
+faster. Windows, bottom-right alignment and packed sequences have FlashAttention's forward, a softcap that of
+FlashAttention-3 or elementary operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.attention as torch_attention_registry
+from torch.nn.attention import SDPBackend
+
+from ..features import Features
+from . import flash_3
+
+CUDNN, FLASH, EFFICIENT, FLASH_WINDOW, FOR_CPU = "cudnn", "flash", "efficient", "flash_window", "cpu"
+"""PyTorch's forwards. `FLASH_WINDOW` is FlashAttention with limits."""
+
+MATH, FLASH_3 = "math", "flash_3"
+"""Elementary operations; FlashAttention-3 of the package ``flash_attn_interface``."""
+
+_BACKENDS = {
+    SDPBackend.CUDNN_ATTENTION.value: CUDNN,
+    SDPBackend.FLASH_ATTENTION.value: FLASH,
+    SDPBackend.EFFICIENT_ATTENTION.value: EFFICIENT,
+}
+_HALF = (torch.bfloat16, torch.float16)
+_LARGEST_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How long forwards of one problem took, in one interleaved run.
+
+    Attributes:
+        capability: The GPU's compute capability.
+        seqlen: Sq and Skv.
+        head_dim: D.
+        causal: The mask.
+        ms: By the forward's name.
+    """
+
+    capability: tuple[int, int]
+    seqlen: int
+    head_dim: int
+    causal: bool
+    ms: Mapping[str, float]
+
+
+# One NVIDIA H200, torch 2.11+cu130, cuDNN 9.19, FlashAttention-3, bf16, 2026-11-30.
+MEASURED = (
+    Measurement((9, 0), 4096, 128, True, {FLASH: 1.87, CUDNN: 1.00, FLASH_3: 0.81}),
+    Measurement((9, 0), 4096, 128, False, {FLASH: 3.45, CUDNN: 1.73, FLASH_3: 1.60}),
+    Measurement((9, 0), 16384, 128, True, {FLASH: 7.27, CUDNN: 3.71, FLASH_3: 2.97}),
+    Measurement((9, 0), 1024, 128, True, {FLASH: 0.565, CUDNN: 0.318, FLASH_3: 0.280}),
+    Measurement((9, 0), 512, 128, True, {FLASH: 0.364, CUDNN: 0.195, FLASH_3: 0.204}),
+    Measurement((9, 0), 4096, 64, True, {FLASH: 1.01, CUDNN: 0.65, FLASH_3: 0.58}),
+)
+
+
+def choose(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    features: Features,
+    *,
+    enable_gqa: bool,
+    kernel: bool,
+) -> str:
+    """The name of the forward for this input: one of the constants above.
+
+    `MATH` for a plain mask says that PyTorch has no fused forward for this input, or that all are turned off
+    (`torch.nn.attention.sdpa_kernel`).
+
+    Args:
+        q: (B, Hq, Sq, D); with packed sequences B is 1, and S counts the rows of all.
+        k: (B, Hkv, Skv, D).
+        v: (B, Hkv, Skv, D).
+        causal: Whether a query sees no key past its diagonal.
+        scale: The softmax scale.
+        features: The rest.
+        enable_gqa: Whether Hkv may be a divisor of Hq.
+        kernel: Whether a kernel of ours is the backward: where not, PyTorch's forward goes with PyTorch's backward.
+    """
+    if features.plain:
+        return _plain(q, k, v, causal, scale, enable_gqa, kernel)
+    if kernel and q.is_cuda and _has_flash_3(q.device):
+        uncapped = Features(features.window, features.bottom_right, 0.0, features.sequences)
+        if by_mask(q, k, causal, scale, uncapped) in (FLASH, FLASH_WINDOW):
+            return FLASH_3
+    return by_mask(q, k, causal, scale, features)
+
+
+def by_mask(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, features: Features) -> str:
+    """FlashAttention, or what of PyTorch's takes its place where it lacks the mask. See `choose` for the arguments."""
+    if not _fusible(q, k, scale):
+        return MATH
+    if not q.is_cuda:
+        return FOR_CPU if features.plain else MATH
+    if features.plain:
+        return EFFICIENT if causal and q.shape[2] != k.shape[2] else FLASH
+    if features.softcap:
+        return MATH
+    if features.sequences:
+        return FLASH if _aligned(causal, features) else MATH
+    # FlashAttention drops a limit of as many keys as there are, which with more queries than keys still masks.
+    return FLASH_WINDOW if q.shape[2] <= k.shape[2] else MATH
+
+
+def nearest(capability: tuple[int, int], seqlen: int, head_dim: int, causal: bool) -> Measurement | None:
+    """What was measured on such a GPU at the nearest size: by the sum of ``|log2(ratio)|``, and 1 for another mask."""
+
+    def distance(row: Measurement) -> float:
+        return (
+            abs(math.log2(row.seqlen / seqlen)) + abs(math.log2(row.head_dim / head_dim)) + (row.causal is not causal)
+        )
+
+    return min((row for row in MEASURED if row.capability == capability), key=distance, default=None)
+
+
+def _fusible(q: torch.Tensor, k: torch.Tensor, scale: float) -> bool:
+    if not (q.numel() and k.numel()) or not scale > 0:  # fused ones mask scores before they scale them
+        return False
+    return not q.is_cuda or (q.dtype in _HALF and q.shape[3] % 8 == 0 and q.shape[3] <= _LARGEST_HEAD_DIM)
+
+
+def _plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, enable_gqa: bool, kernel: bool
+) -> str:
+    chosen = by_mask(q, k, causal, scale, Features())
+    if torch.compiler.is_compiling():
+        return _default_under_compile(q.device, q.dtype, q.shape[3], causal) if chosen == FLASH else chosen
+    if chosen != FLASH:
+        switch = {
+            FOR_CPU: torch.backends.cuda.flash_sdp_enabled,
+            EFFICIENT: torch.backends.cuda.mem_efficient_sdp_enabled,
+        }
+        return chosen if chosen == MATH or switch[chosen]() else MATH
+    backend = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=enable_gqa)
+    chosen = _BACKENDS.get(backend, MATH)
+    activated = _activated() == "FA3" and torch.backends.cuda.flash_sdp_enabled()
+    if chosen == MATH or not (activated or (kernel and _has_flash_3(q.device))):
+        return chosen
+    row = nearest(torch.cuda.get_device_capability(q.device), q.shape[2], q.shape[3], causal)
+    if row is None or row.ms[FLASH_3] >= row.ms.get(chosen, math.inf):
+        return chosen
+    return FLASH if activated else FLASH_3
+
+
+@torch._dynamo.assume_constant_result
+def _default_under_compile(device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool) -> str:
+    """PyTorch's choice at a common length: a traced graph serves many lengths, and tensors have no storage there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+    with unset_fake_temporarily(), FakeTensorMode():
+        q = torch.empty(1, 8, 1024, head_dim, dtype=dtype, device=device, requires_grad=True)
+        return _BACKENDS.get(torch._fused_sdp_choice(q, q, q, None, 0.0, causal), MATH)
+
+
+def _aligned(causal: bool, features: Features) -> bool:
+    """Whether FlashAttention's alignment of packed sequences, bottom-right, is the one that is asked for."""
+    sequences = features.sequences
+    assert sequences
+    unmasked = not causal and features.window == Features().window
+    return unmasked or features.bottom_right or sequences.cu_seqlens_q is sequences.cu_seqlens_kv
+
+
+def _activated() -> str | None:
+    """What has taken FlashAttention's place in PyTorch: ``FA3``, ``FA4`` or a name of a user's."""
+    current = getattr(torch_attention_registry, "current_flash_attention_impl", None)  # torch 2.10
+    return current() if current else None
+
+
+def _has_flash_3(device: torch.device) -> bool:
+    """Whether the package serves here; where it is activated PyTorch's own operators are it."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch.cuda.get_device_capability(device) == flash_3.CAPABILITY
+        and _activated() is None
+        and flash_3.module() is not None
+    )

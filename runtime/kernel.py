@@ -205,6 +205,17 @@ class Kernel:
             reason = str(error).splitlines()[0]
             raise KernelError(f"cannot load the kernel {library}: {reason}") from error
 
+    def addresses(self) -> tuple[int | None, ...]:
+        """Where the library's functions are, for callers in C++ (`runtime.operator.native`).
+
+        Returns:
+            Of ``bwdtune_backward``, ``bwdtune_workspace_bytes`` and ``bwdtune_error_text``, and of the two functions by
+            which a kernel of the arch ``host`` is told the memory that it may access; None where it has none.
+        """
+        watched = (None, None) if self._register is None else (self._register, self._clear)
+        functions = (self._backward, self._workspace_bytes, self._error_text, *watched)
+        return tuple(function and ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+
     def prepare(
         self,
         q: torch.Tensor,

@@ -1,0 +1,75 @@
+"""The backward, and attention itself, as operators of PyTorch (namespace ``bwdtune``).
+
+Importing this package defines the schemas; `load` puts the implementations behind them, in C++ (``source``), built once
+into the cache. Call it where a build may happen: in `enable`, `warmup`, or when a front is imported; not within a step.
+
+The differentiable operators, for the fronts:
+
+``bwdtune::attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, window_left=-1, window_right=-1,
+bottom_right=False, softcap=0.0, deterministic=None, forward="flash") -> (out, lse)``
+
+    Attention of (B, H, S, D) tensors by one forward, with `bwdtune::backward` as the derivative. ``out`` is
+    (B, Hq, Sq, D), ``lse`` (B, Hq, Sq), fp32, natural logarithm, not differentiable and possibly not contiguous. Who
+    calls it sees to it that the forward takes the input: nothing is checked here, and nothing is cast for autocast.
+    ``window_left`` and ``window_right`` count keys before and past the diagonal, -1 for all of them; ``is_causal`` is a
+    ``window_right`` of 0. ``deterministic=None`` is PyTorch's mode at the time of the backward. The gradient cannot be
+    differentiated again: that raises a RuntimeError.
+
+    ``forward`` is one of
+
+    - ``"cudnn"``: `aten::_scaled_dot_product_cudnn_attention`: full or causal, aligned top-left;
+    - ``"flash"``: `aten::_scaled_dot_product_flash_attention`: full or causal, aligned bottom-right: where Sq and Skv
+      differ, ``bottom_right`` must be given with ``is_causal``;
+    - ``"efficient"``: `aten::_scaled_dot_product_efficient_attention`: full or causal, aligned top-left; expands heads;
+    - ``"flash_window"``: `aten::_flash_attention_forward`: any window and either alignment, of no more queries than
+      keys;
+    - ``"cpu"``: `aten::_scaled_dot_product_flash_attention_for_cpu`: full or causal, aligned top-left;
+    - anything else: ``bwdtune::forward(q, k, v, is_causal, scale, window_left, window_right, bottom_right, softcap,
+      forward) -> (out, lse)``, implemented in Python by who made up the name. Where no kernel of ours takes the
+      backward it is ``bwdtune::forward_backward(dout, q, k, v, out, lse, is_causal, scale, window_left, window_right,
+      bottom_right, softcap, deterministic, forward) -> (dq, dk, dv)``, implemented beside it. Their fake
+      implementations are here: ``out`` and ``lse`` are contiguous, gradients as `torch.empty_like` of the inputs.
+
+``bwdtune::attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, …as above) -> (out, lse)``
+
+    The same for packed sequences, (T, H, D); ``lse`` is (Hq, Tq). ``forward`` is ``"flash"``
+    (`aten::_flash_attention_forward`, aligned bottom-right; top-left only where all lengths are the same, which one
+    tensor for both ``cu_seqlens`` tells), or goes to ``bwdtune::forward_varlen`` and
+    ``bwdtune::forward_varlen_backward``, with the four lengths behind the tensors.
+
+``bwdtune::backward`` and ``bwdtune::backward_varlen`` take what these have saved: the kernel that `dispatch.choose` names
+for the problem, else PyTorch's backward of that forward. Gradients have the strides of `torch.empty_like` of their inputs.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from . import schemas as schemas  # defines the operators
+from .native import ATEN_BACKWARDS, Native, load
+
+__all__ = ["ATEN_BACKWARDS", "Counters", "Native", "counters", "forget", "load"]
+
+
+class Counters(TypedDict):
+    """What ran since the process began.
+
+    Attributes:
+        launches: How often each kernel of ours was launched, by name.
+        fallbacks: How often PyTorch's backward ran in its place, by reason.
+    """
+
+    launches: dict[str, int]
+    fallbacks: dict[str, int]
+
+
+def counters() -> Counters:
+    """The counts of launches and fallbacks. Loads nothing: all is zero before `load`."""
+    native = load() if load.cache_info().currsize else None
+    return {"launches": native.launches() if native else {}, "fallbacks": native.fallbacks() if native else {}}
+
+
+def forget() -> None:
+    """Has every problem decided anew at its next backward."""
+    if load.cache_info().currsize:
+        load().forget()

@@ -1,0 +1,97 @@
+"""The operators of the namespace ``bwdtune``: their schemas, and what PyTorch has to know of them besides.
+
+Fake implementations, batching rules and flop counts. The implementations proper are C++ (`native`), those of the forwards
+that are not PyTorch's own are Python (`runtime.operator`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.library import Library
+
+_MASK = "int window_left, int window_right, bool bottom_right, float softcap"
+_MASK_DEFAULTS = "int window_left=-1, int window_right=-1, bool bottom_right=False, float softcap=0.0"
+_LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_kv, SymInt max_seqlen_q, SymInt max_seqlen_kv"
+_OPTIONS = f"bool is_causal=False, float? scale=None, bool enable_gqa=False, {_MASK_DEFAULTS}, bool? deterministic=None"
+_SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv)"
+
+SCHEMAS = (
+    f'attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str forward="flash") -> (Tensor out, Tensor lse)',
+    f"attention_varlen(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_OPTIONS}, "
+    'str forward="flash") -> (Tensor out, Tensor lse)',
+    f"backward({_SAVED}, Tensor? seed, Tensor? offset, bool is_causal, float scale, {_MASK}, bool? deterministic, "
+    f"str forward) -> {_GRADIENTS}",
+    f"backward_varlen({_SAVED}, Tensor? seed, Tensor? offset, {_LENGTHS}, bool is_causal, float scale, {_MASK}, bool? deterministic, "
+    f"str forward) -> {_GRADIENTS}",
+    f"forward(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, {_MASK}, str forward) "
+    "-> (Tensor out, Tensor lse)",
+    f"forward_varlen(Tensor q, Tensor k, Tensor v, {_LENGTHS}, bool is_causal, float scale, {_MASK}, str forward) "
+    "-> (Tensor out, Tensor lse)",
+    f"forward_backward({_SAVED}, bool is_causal, float scale, {_MASK}, bool deterministic, str forward) "
+    f"-> {_GRADIENTS}",
+    f"forward_varlen_backward({_SAVED}, {_LENGTHS}, bool is_causal, float scale, {_MASK}, bool deterministic, "
+    f"str forward) -> {_GRADIENTS}",
+)
+
+_library = Library("bwdtune", "DEF")  # noqa: TOR901
+for _schema in SCHEMAS:
+    _library.define(_schema)
+
+
+def _gradients(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> Any:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+for _name in ("backward", "backward_varlen", "forward_backward", "forward_varlen_backward"):
+    torch.library.register_fake(f"bwdtune::{_name}", _gradients, lib=_library)
+
+
+def _forward(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _forward_varlen(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+torch.library.register_fake("bwdtune::forward", _forward, lib=_library)
+torch.library.register_fake("bwdtune::forward_varlen", _forward_varlen, lib=_library)
+
+
+def _batched_backward(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+    """A dimension more is one of the batch: (N, B, ...) as (N * B, ...)."""
+
+    def flat(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+        if dim is None:
+            tensor = tensor.unsqueeze(0).expand(info.batch_size, *tensor.shape)
+        return tensor.movedim(dim or 0, 0).flatten(0, 1)
+
+    tensors = [flat(tensor, dim) for tensor, dim in zip(arguments[:6], in_dims[:6], strict=True)]
+    # The seeds are of a dropout that there is none of: any will do.
+    seeds = [
+        seed if dim is None else seed.select(dim, 0) for seed, dim in zip(arguments[6:8], in_dims[6:8], strict=True)
+    ]
+    found = torch.ops.bwdtune.backward(*tensors, *seeds, *arguments[8:])
+    return tuple(gradient.unflatten(0, (info.batch_size, -1)) for gradient in found), (0, 0, 0)
+
+
+torch.library.register_vmap("bwdtune::backward", _batched_backward, lib=_library)
+
+
+def register_flop_formulas() -> None:
+    """Has `torch.utils.flop_counter` count our operators as PyTorch's."""
+    from torch.utils import flop_counter
+
+    def attention(q: Any, k: Any, v: Any, *unused: Any, out_shape: Any = None, **options: Any) -> int:
+        return flop_counter.sdpa_flop_count(q, k, v)
+
+    def backward(dout: Any, q: Any, k: Any, v: Any, *unused: Any, out_shape: Any = None, **options: Any) -> int:
+        return flop_counter.sdpa_backward_flop_count(dout, q, k, v)
+
+    flop_counter.register_flop_formula(torch.ops.bwdtune.attention)(attention)
+    flop_counter.register_flop_formula(torch.ops.bwdtune.backward)(backward)

@@ -1,0 +1,528 @@
+// `bwdtune::attention` and `bwdtune::attention_varlen`: one of PyTorch's forwards, with `bwdtune::backward` as its backward.
+#pragma once
+
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <vector>
+
+#include "aten.h"
+
+namespace bwdtune {
+
+using c10::SymInt;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Forwarded = std::tuple<Tensor, Tensor>;
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
+}
+
+// What an attention is besides its tensors: the arguments that all of our operators share.
+struct Mask {
+  bool causal;
+  double scale;
+  int64_t left, right;
+  bool bottom_right;
+  double softcap;
+};
+
+struct Packed {
+  Tensor cu_seqlens_q, cu_seqlens_kv;
+  SymInt max_seqlen_q, max_seqlen_kv;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// PyTorch's forwards, each with its backward
+
+// A window that is aligned top-left, as one that is aligned bottom-right: of fewer keys. Those past the last query's window are
+// not seen; without them the two alignments differ by a shift of the limits that leaves none of them negative.
+struct Window {
+  SymInt keys, left, right;
+
+  Window(const Mask& mask, const SymInt& seqlen_q, const SymInt& seqlen_kv)
+      : keys(seqlen_kv), left(mask.left), right(mask.causal ? 0 : mask.right) {
+    if (mask.bottom_right) return;
+    const bool bounded = right != kUnlimited;
+    if (bounded) keys = seqlen_kv.min(seqlen_q + right);
+    const SymInt diagonal = keys - seqlen_q;
+    if (mask.left != kUnlimited) left = left + diagonal;
+    if (bounded) right = right - diagonal;
+  }
+};
+
+inline Tensor bshd(const Tensor& tensor) { return tensor.transpose(1, 2); }
+
+inline Tensor expand_heads(const Tensor& q, const Tensor& tensor) {
+  const SymInt group = q.sym_size(1) / tensor.sym_size(1);
+  return group == 1 ? tensor : tensor.repeat_interleave_symint(group, 1);
+}
+
+inline Tensor sum_heads(const Tensor& gradient, const Tensor& tensor) {
+  const SymInt heads = tensor.sym_size(1);
+  if (gradient.sym_size(1) == heads) return gradient;
+  return gradient
+      .reshape_symint({gradient.sym_size(0), heads, gradient.sym_size(1) / heads, gradient.sym_size(2), gradient.sym_size(3)})
+      .sum(2);
+}
+
+inline Tensor padded(const Tensor& gradient, const SymInt& rows) {
+  const SymInt missing = rows - gradient.sym_size(2);
+  return missing == 0 ? gradient : at::constant_pad_nd_symint(gradient, {0, 0, 0, missing}, 0);
+}
+
+struct Forward {
+  Tensor out, lse;
+  std::optional<Tensor> seed = {}, offset = {};  // what PyTorch's backward needs besides
+};
+
+inline Forward forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, c10::string_view which) {
+  if (which == "cudnn") {
+    auto result = at::_scaled_dot_product_cudnn_attention(
+        q, k, v, std::nullopt, /*compute_log_sumexp=*/true, 0.0, mask.causal, false, mask.scale);
+    return {std::get<0>(result), std::get<1>(result), std::get<6>(result), std::get<7>(result)};
+  }
+  if (which == "flash") {
+    auto result = at::_scaled_dot_product_flash_attention(q, k, v, 0.0, mask.causal, false, mask.scale);
+    return {std::get<0>(result), std::get<1>(result), std::get<6>(result), std::get<7>(result)};
+  }
+  if (which == "efficient") {
+    auto [out, lse, seed, offset] = at::_scaled_dot_product_efficient_attention(
+        q, expand_heads(q, k), expand_heads(q, v), std::nullopt, /*compute_log_sumexp=*/true, 0.0, mask.causal, mask.scale);
+    return {out, lse, seed, offset};
+  }
+  if (which == "flash_window") {
+    const Window window(mask, q.sym_size(2), k.sym_size(2));
+    auto result = at::_flash_attention_forward_symint(
+        bshd(q), bshd(k.narrow_symint(2, 0, window.keys)), bshd(v.narrow_symint(2, 0, window.keys)), std::nullopt,
+        std::nullopt, q.sym_size(2), window.keys, 0.0, false, false, mask.scale, window.left, window.right);
+    return {bshd(std::get<0>(result)), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
+  }
+  if (which == "cpu") {
+    auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
+        q, expand_heads(q, k), expand_heads(q, v), 0.0, mask.causal, std::nullopt, mask.scale);
+    return {out, lse};
+  }
+  static const auto python = find<Forwarded(
+      const Tensor&, const Tensor&, const Tensor&, bool, double, int64_t, int64_t, bool, double, c10::string_view)>(
+      "bwdtune::forward");
+  auto [out, lse] =
+      python.call(q, k, v, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, which);
+  return {out, lse};
+}
+
+// PyTorch's deterministic mode for the time of a block, where it is asked for.
+class Deterministic {
+ public:
+  explicit Deterministic(bool asked)
+      : before_(at::globalContext().deterministicAlgorithms()),
+        warns_(at::globalContext().deterministicAlgorithmsWarnOnly()),
+        changes_(asked && !before_) {
+    if (changes_) at::globalContext().setDeterministicAlgorithms(true, warns_);
+  }
+  ~Deterministic() {
+    if (changes_) at::globalContext().setDeterministicAlgorithms(before_, warns_);
+  }
+  Deterministic(const Deterministic&) = delete;
+
+ private:
+  const bool before_, warns_, changes_;
+};
+
+inline Gradients pytorch_backward(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const Mask& mask, bool repeatable, c10::string_view which) {
+  const PytorchOnly pytorch;
+  const Deterministic deterministic(repeatable);
+  if (which == "cudnn")
+    return at::_scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, seed.value_or(Tensor()), offset.value_or(Tensor()), {}, {}, {}, q.size(2), k.size(2), 0.0, mask.causal, mask.scale);
+  if (which == "flash")
+    return at::_scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse, {}, {}, q.size(2), k.size(2), 0.0, mask.causal, seed.value_or(Tensor()), offset.value_or(Tensor()), mask.scale);
+  if (which == "efficient") {
+    auto [dq, dk, dv, unused] = at::_scaled_dot_product_efficient_attention_backward(
+        dout, q, expand_heads(q, k), expand_heads(q, v), {}, out, lse, seed.value_or(Tensor()), offset.value_or(Tensor()), 0.0, {true, true, true, false},
+        mask.causal, mask.scale);
+    return {dq, sum_heads(dk, k), sum_heads(dv, v)};
+  }
+  if (which == "flash_window") {
+    const Window window(mask, q.sym_size(2), k.sym_size(2));
+    auto [dq, dk, dv] = at::_flash_attention_backward_symint(
+        bshd(dout), bshd(q), bshd(k.narrow_symint(2, 0, window.keys)), bshd(v.narrow_symint(2, 0, window.keys)), bshd(out), lse,
+        {}, {}, q.sym_size(2), window.keys, 0.0, false, seed.value_or(Tensor()), offset.value_or(Tensor()), mask.scale, window.left, window.right);
+    return {bshd(dq), padded(bshd(dk), k.sym_size(2)), padded(bshd(dv), v.sym_size(2))};
+  }
+  if (which == "cpu") {
+    auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, expand_heads(q, k), expand_heads(q, v), out, lse, 0.0, mask.causal, std::nullopt, mask.scale);
+    return {dq, sum_heads(dk, k), sum_heads(dv, v)};
+  }
+  static const auto python = find<Gradients(
+      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, double, int64_t, int64_t,
+      bool, double, bool, c10::string_view)>("bwdtune::forward_backward");
+  return python.call(
+      dout, q, k, v, out, lse, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, repeatable,
+      which);
+}
+
+inline Forward forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Packed& packed, const Mask& mask, c10::string_view which) {
+  if (which == "flash") {
+    auto result = at::_flash_attention_forward_symint(
+        q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, 0.0, false, false,
+        mask.scale, SymInt(mask.left), SymInt(mask.causal ? 0 : mask.right));
+    return {std::get<0>(result), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
+  }
+  static const auto python = find<Forwarded(
+      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, double, int64_t, int64_t,
+      bool, double, c10::string_view)>("bwdtune::forward_varlen");
+  auto [out, lse] = python.call(
+      q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, mask.causal, mask.scale,
+      mask.left, mask.right, mask.bottom_right, mask.softcap, which);
+  return {out, lse};
+}
+
+inline Gradients pytorch_backward(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const Packed& packed, const Mask& mask,
+    bool repeatable, c10::string_view which) {
+  const PytorchOnly pytorch;
+  const Deterministic deterministic(repeatable);
+  if (which == "flash")
+    return at::_flash_attention_backward_symint(
+        dout, q, k, v, out, lse, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, 0.0,
+        false, seed.value_or(Tensor()), offset.value_or(Tensor()), mask.scale, SymInt(mask.left), SymInt(mask.causal ? 0 : mask.right));
+  static const auto python = find<Gradients(
+      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+      SymInt, SymInt, bool, double, int64_t, int64_t, bool, double, bool, c10::string_view)>(
+      "bwdtune::forward_varlen_backward");
+  return python.call(
+      dout, q, k, v, out, lse, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, mask.causal,
+      mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, repeatable, which);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// `bwdtune::backward`, `bwdtune::backward_varlen`
+
+// Gradients in the layouts that the fake implementation promises: PyTorch's kernels have layouts of their own.
+inline Tensor laid_out(Tensor gradient, const Tensor& input) {
+  const Tensor promised = at::empty_like(input);
+  if (gradient.strides() == promised.strides()) return gradient;
+  promised.copy_(gradient);
+  return promised;
+}
+
+inline Gradients laid_out(Gradients found, const Tensor& q, const Tensor& k, const Tensor& v) {
+  auto& [dq, dk, dv] = found;
+  return {laid_out(std::move(dq), q), laid_out(std::move(dk), k), laid_out(std::move(dv), v)};
+}
+
+inline Gradients backward(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, bool is_causal, double scale, int64_t window_left, int64_t window_right, bool bottom_right,
+    double softcap, std::optional<bool> asked, c10::string_view which) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const bool repeatable = deterministic(asked);
+  Call call{dout, q, k, v, out, lse};
+  call.causal = is_causal;
+  call.scale = scale;
+  call.left = window_left;
+  call.right = window_right;
+  call.bottom_right = bottom_right;
+  call.softcap = softcap;
+  call.deterministic = repeatable;
+  if (auto found = compute(call)) return *std::move(found);
+  const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
+  return laid_out(pytorch_backward(dout, q, k, v, out, lse, seed, offset, mask, repeatable, which), q, k, v);
+}
+
+inline Gradients backward_varlen(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv, int64_t max_seqlen_q, int64_t max_seqlen_kv,
+    bool is_causal, double scale, int64_t window_left, int64_t window_right, bool bottom_right, double softcap,
+    std::optional<bool> asked, c10::string_view which) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const bool repeatable = deterministic(asked);
+  Call call{dout, q, k, v, out, lse};
+  call.format = Format::kTHD;
+  call.causal = is_causal;
+  call.scale = scale;
+  call.left = window_left;
+  call.right = window_right;
+  call.bottom_right = bottom_right;
+  call.softcap = softcap;
+  call.deterministic = repeatable;
+  call.cu_seqlens_q = cu_seqlens_q;
+  call.cu_seqlens_kv = cu_seqlens_kv;
+  call.max_seqlen_q = max_seqlen_q;
+  call.max_seqlen_kv = max_seqlen_kv;
+  if (auto found = compute(call)) return *std::move(found);
+  const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
+  const Packed packed{cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv};
+  return laid_out(pytorch_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, repeatable, which), q, k, v);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Autograd
+
+// PyTorch refuses any C++ autograd function while a transform of torch.func is active, as it cannot know that a function of
+// one level alone is meant. At the Autograd key it is one: what the function calls goes down to the next level by itself, as
+// from PyTorch's own derivatives. So the transforms are put aside for the check, and are back before the function's body.
+class OneLevel {
+ public:
+  OneLevel() { aside() = std::move(at::functorch::functorchTLSAccessor()); }
+  ~OneLevel() { put_back(); }
+  OneLevel(const OneLevel&) = delete;
+  static void put_back() {
+    if (aside()) at::functorch::functorchTLSAccessor() = std::move(aside());
+  }
+
+ private:
+  static std::unique_ptr<at::functorch::FuncTorchTLSBase>& aside() {
+    thread_local std::unique_ptr<at::functorch::FuncTorchTLSBase> value;
+    return value;
+  }
+};
+
+template <class Function, class... Args>
+variable_list apply(Args&&... args) {
+  const OneLevel one_level;
+  return Function::apply(std::forward<Args>(args)...);
+}
+
+inline bool needs_gradient(std::initializer_list<const Tensor*> tensors) {
+  if (!at::GradMode::is_enabled()) return false;
+  for (const Tensor* tensor : tensors)
+    if (tensor->defined() && tensor->requires_grad()) return true;
+  return false;
+}
+
+[[noreturn]] inline void differentiated_twice() {
+  TORCH_CHECK(
+      false,
+      "the gradients of bwdtune.attention cannot be differentiated again: use "
+      "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH");
+}
+
+using Backward = Gradients(
+    const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+    const std::optional<Tensor>&, const std::optional<Tensor>&, bool, double,
+    int64_t, int64_t, bool, double, std::optional<bool>, c10::string_view);
+using BackwardVarlen = Gradients(
+    const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+    const std::optional<Tensor>&, const std::optional<Tensor>&, const Tensor&, const Tensor&, SymInt, SymInt, bool, double, int64_t, int64_t, bool, double, std::optional<bool>, c10::string_view);
+
+inline Gradients call_backward(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const std::optional<Packed>& packed, const Mask& mask, std::optional<bool> deterministic,
+    c10::string_view which) {
+  if (packed) {
+    static const auto op = find<BackwardVarlen>("bwdtune::backward_varlen");
+    return op.call(
+        dout, q, k, v, out, lse, seed, offset, packed->cu_seqlens_q, packed->cu_seqlens_kv, packed->max_seqlen_q,
+        packed->max_seqlen_kv, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, deterministic,
+        which);
+  }
+  static const auto op = find<Backward>("bwdtune::backward");
+  return op.call(
+      dout, q, k, v, out, lse, seed, offset, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap,
+      deterministic, which);
+}
+
+// The gradients as something that can be asked for, and not be differentiated again. PyTorch's `create_graph` is on in
+// torch.func.grad, whether a second derivative is wanted or not.
+struct Once : torch::autograd::Function<Once> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(
+      AutogradContext*, const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+      const Tensor& lse, const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
+      const std::optional<Packed>& packed, const Mask& mask, std::optional<bool> deterministic, c10::string_view which) {
+    OneLevel::put_back();
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [dq, dk, dv] = call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which);
+    return {dq, dk, dv};
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) { differentiated_twice(); }
+};
+
+inline Gradients backward_of(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const std::optional<Packed>& packed, const Mask& mask, std::optional<bool> deterministic,
+    c10::string_view which) {
+  if (!needs_gradient({&dout, &q, &k, &v, &out})) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which);
+  }
+  const auto found = apply<Once>(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which);
+  return {found[0], found[1], found[2]};
+}
+
+inline Gradients backward_autograd(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, bool is_causal, double scale, int64_t window_left, int64_t window_right, bool bottom_right,
+    double softcap, std::optional<bool> deterministic, c10::string_view which) {
+  const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
+  return backward_of(dout, q, k, v, out, lse, seed, offset, std::nullopt, mask, deterministic, which);
+}
+
+inline Gradients backward_varlen_autograd(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv, SymInt max_seqlen_q, SymInt max_seqlen_kv,
+    bool is_causal, double scale, int64_t window_left, int64_t window_right, bool bottom_right, double softcap,
+    std::optional<bool> deterministic, c10::string_view which) {
+  const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
+  const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
+  return backward_of(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which);
+}
+
+// (B, Hq, Sq) of any of PyTorch's: cuDNN's has a last dimension of one, the memory-efficient kernel's rows are padded.
+inline Tensor plain_lse(const Tensor& lse, const Tensor& q, bool packed) {
+  if (packed) return lse;
+  const Tensor flat = lse.dim() == 4 ? lse.squeeze(3) : lse;
+  return flat.sym_size(2) == q.sym_size(2) ? flat : flat.narrow_symint(2, 0, q.sym_size(2));
+}
+
+inline Forward forward_of(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Packed>& packed, const Mask& mask,
+    c10::string_view which) {
+  return packed ? forward(q, k, v, *packed, mask, which) : forward(q, k, v, mask, which);
+}
+
+struct Attention : torch::autograd::Function<Attention> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(
+      AutogradContext* context, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Packed>& packed,
+      const Mask& mask, std::optional<bool> deterministic, c10::string_view which) {
+    OneLevel::put_back();
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    Forward result = forward_of(q, k, v, packed, mask, which);
+    variable_list saved = {q, k, v, result.out, result.lse};
+    auto& data = context->saved_data;
+    if (packed) {
+      saved.insert(saved.end(), {packed->cu_seqlens_q, packed->cu_seqlens_kv});
+      data["max_seqlen_q"] = packed->max_seqlen_q;
+      data["max_seqlen_kv"] = packed->max_seqlen_kv;
+    }
+    saved.insert(saved.end(), {result.seed.value_or(Tensor()), result.offset.value_or(Tensor())});
+    context->save_for_backward(std::move(saved));
+    data["packed"] = packed.has_value();
+    data["causal"] = mask.causal;
+    data["scale"] = mask.scale;
+    data["left"] = mask.left;
+    data["right"] = mask.right;
+    data["bottom_right"] = mask.bottom_right;
+    data["softcap"] = mask.softcap;
+    data["deterministic"] = deterministic;
+    data["which"] = std::string(which);
+    const Tensor lse = plain_lse(result.lse, q, packed.has_value());
+    context->mark_non_differentiable({lse});
+    context->set_materialize_grads(false);
+    return {result.out, lse};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    variable_list found(7);
+    if (!gradients[0].defined()) return found;
+    auto& data = context->saved_data;
+    const auto saved = context->get_saved_variables();
+    std::optional<Packed> packed;
+    size_t used = 5;
+    if (data["packed"].toBool()) {
+      packed = Packed{saved[5], saved[6], data["max_seqlen_q"].toSymInt(), data["max_seqlen_kv"].toSymInt()};
+      used = 7;
+    }
+    const auto kept = [&](size_t i) { return saved[i].defined() ? std::optional<Tensor>(saved[i]) : std::nullopt; };
+    const Mask mask{data["causal"].toBool(),        data["scale"].toDouble(),   data["left"].toInt(), data["right"].toInt(),
+                    data["bottom_right"].toBool(), data["softcap"].toDouble()};
+    const std::string which = data["which"].toStringRef();
+    std::tie(found[0], found[1], found[2]) = call_backward(
+        gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], kept(used), kept(used + 1), packed, mask,
+        data["deterministic"].toOptional<bool>(), which);
+    return found;
+  }
+};
+
+inline Mask mask_of(
+    const Tensor& q, const Tensor& k, int head_axis, bool is_causal, std::optional<double> scale, bool enable_gqa,
+    int64_t window_left, int64_t window_right, bool bottom_right, double softcap) {
+  TORCH_CHECK_VALUE(
+      enable_gqa || q.sym_size(head_axis) == k.sym_size(head_axis), q.sym_size(head_axis), " query heads and ",
+      k.sym_size(head_axis), " key and value heads need enable_gqa");
+  const double head_dim = static_cast<double>(q.sym_size(-1).guard_int(__FILE__, __LINE__));
+  return {is_causal, scale.value_or(1 / std::sqrt(head_dim)), window_left, window_right, bottom_right, softcap};
+}
+
+inline Forwarded attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, std::optional<double> scale, bool enable_gqa,
+    int64_t window_left, int64_t window_right, bool bottom_right, double softcap, std::optional<bool>, c10::string_view which) {
+  const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
+  const Forward result = forward(q, k, v, mask, which);
+  return {result.out, plain_lse(result.lse, q, false)};
+}
+
+inline Forwarded attention_autograd(
+    const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, std::optional<double> scale, bool enable_gqa,
+    int64_t window_left, int64_t window_right, bool bottom_right, double softcap, std::optional<bool> deterministic,
+    c10::string_view which) {
+  if (!needs_gradient({&q, &k, &v})) {
+    static const auto op = find<Forwarded(
+        const Tensor&, const Tensor&, const Tensor&, bool, std::optional<double>, bool, int64_t, int64_t, bool, double,
+        std::optional<bool>, c10::string_view)>("bwdtune::attention");
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return op.call(
+        q, k, v, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap, deterministic, which);
+  }
+  const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
+  const auto found = apply<Attention>(q, k, v, std::optional<Packed>(), mask, deterministic, which);
+  return {found[0], found[1]};
+}
+
+inline Forwarded attention_varlen(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
+    SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t window_left,
+    int64_t window_right, bool bottom_right, double softcap, std::optional<bool>, c10::string_view which) {
+  const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
+  const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
+  const Forward result = forward(q, k, v, packed, mask, which);
+  return {result.out, result.lse};
+}
+
+inline Forwarded attention_varlen_autograd(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
+    SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t window_left,
+    int64_t window_right, bool bottom_right, double softcap, std::optional<bool> deterministic, c10::string_view which) {
+  if (!needs_gradient({&q, &k, &v})) {
+    static const auto op = find<Forwarded(
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, std::optional<double>,
+        bool, int64_t, int64_t, bool, double, std::optional<bool>, c10::string_view)>("bwdtune::attention_varlen");
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return op.call(
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, is_causal, scale, enable_gqa, window_left,
+        window_right, bottom_right, softcap, deterministic, which);
+  }
+  const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
+  const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
+  const auto found = apply<Attention>(q, k, v, std::optional<Packed>(packed), mask, deterministic, which);
+  return {found[0], found[1]};
+}
+
+}  // namespace bwdtune

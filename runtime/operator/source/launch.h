@@ -1,0 +1,315 @@
+// From tensors to a launch: layouts, the gradients' memory, the workspace, the stream.
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <optional>
+#include <tuple>
+
+#include "table.h"
+
+namespace bwdtune {
+
+using at::Tensor;
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
+constexpr int64_t kUnlimited = -1;
+
+// Where the dimensions of a tensor stand.
+enum class Format { kBHSD, kBSHD, kTHD };
+
+struct Axes {
+  int batch, head, seqlen;  // batch -1: there is none
+};
+
+inline Axes axes(Format format) {
+  switch (format) {
+    case Format::kBHSD: return {0, 1, 2};
+    case Format::kBSHD: return {0, 2, 1};
+    default: return {-1, 1, 0};
+  }
+}
+
+// The strides that a gradient has: those of `empty_like`, or those of (B, S, H, D) whatever the input's are. PyTorch's meta
+// functions promise them, and compiled code asserts on them.
+enum class GradientLayout { kAsInput, kBSHD };
+
+// One call of a backward. `left` and `right` count keys before and past the diagonal, -1 for all of them.
+struct Call {
+  const Tensor &dout, &q, &k, &v, &out, &lse;
+  Format format = Format::kBHSD;
+  GradientLayout layout = GradientLayout::kAsInput;
+  bool causal = false;
+  double scale = 1.0;
+  int64_t left = kUnlimited, right = kUnlimited;
+  bool bottom_right = false;
+  double softcap = 0.0;
+  bool deterministic = false;
+  // Of packed sequences; undefined without.
+  Tensor cu_seqlens_q = {}, cu_seqlens_kv = {};
+  int64_t max_seqlen_q = 0, max_seqlen_kv = 0;
+};
+
+inline bool deterministic(std::optional<bool> asked) {
+  return asked.value_or(at::globalContext().deterministicAlgorithms());
+}
+
+// TMA's rule: an aligned base, a unit last stride, and other strides that are positive and aligned.
+inline bool describe(const Tensor& tensor, const Axes& at, bwdtune_tensor& described) {
+  constexpr int64_t kElementBytes = 2, kAlignmentBytes = 16, kStrideLimitBytes = int64_t{1} << 40;
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  const int64_t head_dim = sizes.back();
+  if (strides.back() != 1) return false;
+  described.data = tensor.data_ptr();
+  if (reinterpret_cast<uintptr_t>(described.data) % kAlignmentBytes) return false;
+  const auto stride = [&](int dim, int64_t& out) {
+    // The stride of a dimension of size one is never multiplied by anything but zero, yet torch allows any value there and
+    // TMA does not: a row's length always suits it.
+    out = dim < 0 || sizes[dim] == 1 ? head_dim : strides[dim];
+    const int64_t bytes = out * kElementBytes;
+    return bytes > 0 && bytes % kAlignmentBytes == 0 && bytes < kStrideLimitBytes;
+  };
+  return stride(at.batch, described.stride_batch) && stride(at.head, described.stride_head) &&
+         stride(at.seqlen, described.stride_seqlen);
+}
+
+// A tensor that a kernel can address: itself, or a copy that `held` keeps.
+inline void describe_input(const Tensor& tensor, const Axes& at, bwdtune_tensor& described, Tensor& held) {
+  if (describe(tensor, at, described)) return;
+  held = tensor.clone(at::MemoryFormat::Contiguous);
+  TORCH_INTERNAL_ASSERT(describe(held, at, described));
+}
+
+inline Tensor empty_gradient(const Tensor& input, GradientLayout layout) {
+  if (layout == GradientLayout::kAsInput) return at::empty_like(input);
+  const int64_t heads = input.size(1), seqlen = input.size(2), head_dim = input.size(3);
+  return at::empty_strided(
+      input.sizes(), {seqlen * heads * head_dim, head_dim, heads * head_dim, 1}, input.options());
+}
+
+// The gradient that is returned, and where its layout is not one that a kernel can write to another one that it writes.
+struct Output {
+  Tensor gradient, written;
+
+  Output(const Tensor& input, GradientLayout layout, const Axes& at, bwdtune_tensor& described, bool clear)
+      : gradient(empty_gradient(input, layout)) {
+    written = gradient;
+    if (!describe(gradient, at, described)) {
+      written = at::empty_like(gradient, gradient.options(), at::MemoryFormat::Contiguous);
+      TORCH_INTERNAL_ASSERT(describe(written, at, described));
+    }
+    if (clear) written.zero_();
+  }
+
+  Tensor finished() {
+    if (!written.is_same(gradient)) gradient.copy_(written);
+    return std::move(gradient);
+  }
+};
+
+// The problem in its simplest terms, as `runtime.attention` has it: problems that are the same have the same winner.
+inline std::optional<Reason> problem_of(const Call& call, Problem& problem) {
+  const Tensor &q = call.q, &k = call.k, &v = call.v;
+  if (!call.dout.defined()) return kUndefinedGradient;
+  const int dims = call.format == Format::kTHD ? 3 : 4;
+  if (q.dim() != dims || k.dim() != dims || v.dim() != dims) return kDimensions;
+  const Axes at = axes(call.format);
+  const bool varlen = call.format == Format::kTHD;
+  const int64_t head_dim = q.size(dims - 1), heads_q = q.size(at.head), heads_kv = k.size(at.head);
+  if (k.sizes() != v.sizes() || k.size(dims - 1) != head_dim || (!varlen && k.size(0) != q.size(0)) ||
+      call.out.sizes() != q.sizes() || call.dout.sizes() != q.sizes())
+    return kShapes;
+  if (!q.numel() || !k.numel()) return kEmpty;
+  if (heads_q % heads_kv) return kShapes;
+  if (head_dim % 8) return kHeadDim;
+  const auto dtype = q.scalar_type();
+  if (dtype != at::kBFloat16 && dtype != at::kHalf) return kDtype;
+  for (const Tensor* tensor : {&k, &v, &call.out, &call.dout})
+    if (tensor->scalar_type() != dtype) return kDtype;
+  for (const Tensor* tensor : {&k, &v, &call.out, &call.dout, &call.lse})
+    if (tensor->device() != q.device()) return kDevices;
+  if (!(call.scale > 0) || !std::isfinite(call.scale)) return kScale;
+
+  const int64_t rows_q = q.size(at.seqlen), rows_kv = k.size(at.seqlen);
+  const int64_t seqlen_q = varlen ? call.max_seqlen_q : rows_q, seqlen_kv = varlen ? call.max_seqlen_kv : rows_kv;
+  if (seqlen_q < 1 || seqlen_kv < 1) return kEmpty;
+  int64_t left = call.left, right = call.causal ? 0 : call.right;
+  bool bottom_right = call.bottom_right;
+  if (varlen) {
+    // Nothing else tells without waiting for the device that all lengths are the same.
+    if (call.cu_seqlens_q.is_same(call.cu_seqlens_kv) || call.cu_seqlens_q.data_ptr() == call.cu_seqlens_kv.data_ptr())
+      bottom_right = false;
+  } else {
+    const int64_t diagonal = bottom_right ? seqlen_kv - seqlen_q : 0;
+    if (left != kUnlimited && diagonal - left <= 1 - seqlen_q) left = kUnlimited;     // the last query sees the first key
+    if (right != kUnlimited && diagonal + right >= seqlen_kv - 1) right = kUnlimited;  // the first query sees the last one
+    if (seqlen_q == seqlen_kv) bottom_right = false;
+  }
+  const bool causal = right == 0;
+  problem = {
+      q.is_cuda() ? q.get_device() : -1,
+      dtype == at::kHalf,
+      varlen ? call.cu_seqlens_q.numel() - 1 : q.size(0),
+      heads_q,
+      heads_kv,
+      seqlen_q,
+      seqlen_kv,
+      head_dim,
+      causal,
+      left,
+      causal ? kUnlimited : right,
+      bottom_right && (left != kUnlimited || right != kUnlimited),
+      call.softcap != 0,
+      varlen,
+      call.deterministic,
+  };
+  return problem.batch < 1 ? std::optional<Reason>(kEmpty) : std::nullopt;
+}
+
+// fp32, contiguous, (B, Hq, Sq), or with packed sequences (Hq, Tq). cuDNN's has a last dimension of one, and the
+// memory-efficient kernel's rows are padded. Undefined where it is none of these.
+inline Tensor log_sum_exp(const Call& call) {
+  const Axes at = axes(call.format);
+  const int64_t rows = call.q.size(at.seqlen), heads = call.q.size(at.head);
+  Tensor lse = call.lse;
+  if (lse.scalar_type() != at::kFloat) return {};
+  if (call.format == Format::kTHD)
+    return lse.dim() == 2 && lse.size(0) == heads && lse.size(1) == rows ? lse.contiguous() : Tensor();
+  if (lse.dim() == 4 && lse.size(3) == 1) lse = lse.squeeze(3);
+  if (lse.dim() != 3 || lse.size(0) != call.q.size(0) || lse.size(1) != heads || lse.size(2) < rows) return {};
+  if (lse.size(2) > rows) lse = lse.narrow(2, 0, rows);
+  return lse.contiguous();
+}
+
+// From a tensor's first element to the end of its last one; other tensors may lie between.
+inline int64_t extent_bytes(const Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); dim++) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  return (last + 1) * static_cast<int64_t>(tensor.element_size());
+}
+
+struct LaunchFailed {
+  std::string text;
+};
+
+inline Gradients launch(Kernel& kernel, const Problem& problem, const Call& call, const Tensor& lse) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Axes at = axes(call.format);
+  bwdtune_arguments arguments{};
+  arguments.struct_bytes = sizeof arguments;
+  Tensor held[5];
+  describe_input(call.q, at, arguments.q, held[0]);
+  describe_input(call.k, at, arguments.k, held[1]);
+  describe_input(call.v, at, arguments.v, held[2]);
+  describe_input(call.out, at, arguments.o, held[3]);
+  describe_input(call.dout, at, arguments.dout, held[4]);
+  // Rows that belong to no sequence are nobody's to write.
+  Output dq(call.q, call.layout, at, arguments.dq, false);
+  Output dk(call.k, call.layout, at, arguments.dk, problem.varlen);
+  Output dv(call.v, call.layout, at, arguments.dv, problem.varlen);
+  arguments.lse = lse.data_ptr<float>();
+  arguments.batch = problem.batch;
+  arguments.heads_q = problem.heads_q;
+  arguments.heads_kv = problem.heads_kv;
+  arguments.seqlen_q = problem.seqlen_q;
+  arguments.seqlen_kv = problem.seqlen_kv;
+  arguments.scale = static_cast<float>(call.scale);
+  arguments.device = static_cast<int32_t>(problem.device < 0 ? 0 : problem.device);
+  arguments.window_left = problem.window_left;
+  arguments.window_right = problem.causal ? 0 : problem.window_right;
+  arguments.positions_q = call.q.size(at.seqlen);
+  arguments.positions_kv = call.k.size(at.seqlen);
+  arguments.softcap = static_cast<float>(call.softcap);
+  Tensor cu_seqlens_q, cu_seqlens_kv;
+  if (problem.varlen) {
+    cu_seqlens_q = call.cu_seqlens_q.contiguous();
+    cu_seqlens_kv = call.cu_seqlens_kv.contiguous();
+    arguments.cu_seqlens_q = cu_seqlens_q.data_ptr<int32_t>();
+    arguments.cu_seqlens_kv = cu_seqlens_kv.data_ptr<int32_t>();
+  }
+  if (problem.device >= 0) {
+    const auto current_stream = state().current_stream.load(std::memory_order_relaxed);
+    if (!current_stream || current_stream(arguments.device, &arguments.stream))
+      throw LaunchFailed{"PyTorch does not tell its current stream"};
+  }
+  const int64_t bytes = kernel.workspace_bytes(&arguments);
+  if (bytes < 0) throw LaunchFailed{kernel.error_text(static_cast<int>(bytes))};
+  const Tensor workspace = at::empty({bytes}, call.q.options().dtype(at::kByte));
+  arguments.workspace = workspace.data_ptr();
+  arguments.workspace_bytes = bytes;
+  if (kernel.host_register) {
+    const auto watch = [&](const char* name, const Tensor& tensor, const void* data, int writable) {
+      kernel.host_register(name, const_cast<void*>(data), extent_bytes(tensor), writable);
+    };
+    const Tensor* inputs[5] = {&call.q, &call.k, &call.v, &call.out, &call.dout};
+    const bwdtune_tensor* described[5] = {&arguments.q, &arguments.k, &arguments.v, &arguments.o, &arguments.dout};
+    const char* names[5] = {"q", "k", "v", "o", "dout"};
+    for (int i = 0; i < 5; i++) watch(names[i], held[i].defined() ? held[i] : *inputs[i], described[i]->data, 0);
+    watch("lse", lse, arguments.lse, 0);
+    if (problem.varlen) {
+      watch("cu_seqlens_q", cu_seqlens_q, arguments.cu_seqlens_q, 0);
+      watch("cu_seqlens_kv", cu_seqlens_kv, arguments.cu_seqlens_kv, 0);
+    }
+    watch("dq", dq.written, arguments.dq.data, 1);
+    watch("dk", dk.written, arguments.dk.data, 1);
+    watch("dv", dv.written, arguments.dv.data, 1);
+    watch("workspace", workspace, arguments.workspace, 1);
+  }
+  const int code = kernel.backward(&arguments);
+  if (kernel.host_clear) kernel.host_clear();
+  if (code) throw LaunchFailed{kernel.error_text(code)};
+  kernel.launches.fetch_add(1, std::memory_order_relaxed);
+  return {dq.finished(), dk.finished(), dv.finished()};
+}
+
+// The gradients by the kernel that is chosen for this problem; nothing where PyTorch has to compute them. Never throws.
+inline std::optional<Gradients> compute(const Call& call) noexcept {
+  State& shared = state();
+  try {
+    Problem problem;
+    if (const auto reason = problem_of(call, problem)) {
+      shared.pytorch_because(*reason);
+      return std::nullopt;
+    }
+    const Tensor lse = log_sum_exp(call);
+    if (!lse.defined()) {
+      shared.pytorch_because(kLogSumExp);
+      return std::nullopt;
+    }
+    if (problem.varlen && (call.cu_seqlens_q.scalar_type() != at::kInt || call.cu_seqlens_kv.scalar_type() != at::kInt ||
+                           call.cu_seqlens_kv.numel() != call.cu_seqlens_q.numel())) {
+      shared.pytorch_because(kShapes);
+      return std::nullopt;
+    }
+    const Decision decision = shared.table.find(problem);
+    if (!decision.kernel) {
+      shared.pytorch_because(decision.reason);
+      return std::nullopt;
+    }
+    try {
+      return launch(*decision.kernel, problem, call, lse);
+    } catch (const LaunchFailed& failure) {
+      const int32_t reason = shared.reasons.number("a launch failed: " + failure.text);
+      if (shared.reasons.count(reason) == 0) shared.say(shared.reasons.text(reason));
+      shared.table.replace(problem, {nullptr, reason, 1});
+    }
+  } catch (const c10::OutOfMemoryError&) {
+    shared.pytorch_because(kOutOfMemory);
+  } catch (const std::exception& error) {
+    try {
+      shared.pytorch_because(kInternal);
+    } catch (...) {
+    }
+  } catch (...) {
+  }
+  return std::nullopt;
+}
+
+}  // namespace bwdtune

@@ -1,71 +1,106 @@
-"""Takes over `F.scaled_dot_product_attention`, so that models need not be changed."""
+"""Makes our backward PyTorch's own: models, compiled code and exported programs need not be changed."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
-import torch
-import torch.nn.functional as F
-from torch.nn.attention.bias import CausalBias, CausalVariant
+import torch.nn.attention
 
-from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT
-from .attention import attention
+from ..gen.errors import BwdtuneError
+from . import operator
+from .dispatch import notices
 
-_pytorch = F.scaled_dot_product_attention
-_on = False
+_lock = threading.Lock()
+_IMPLEMENTATION = "bwdtune"
+
+AtenBackward = tuple[str, str]
+ATEN_BACKWARDS: list[AtenBackward] = [(name, "CUDA") for name in operator.ATEN_BACKWARDS if "_for_cpu" not in name]
+"""The operators of aten, with their dispatch keys, whose implementation ours becomes. Tests add the CPU's."""
+
+
+class _Enabled:
+    """Who wants it: `enable` once, and every ``with`` block that is entered."""
+
+    by_call = False
+    blocks = 0
 
 
 def enable() -> None:
-    """From now on `F.scaled_dot_product_attention` goes through `attention` where it can: with no mask tensor but a
-    `CausalBias`, and no dropout. For the whole process; calling it again changes nothing.
+    """From now on the backward of PyTorch's attention is the stored winner's kernel wherever there is one.
+
+    The CUDA implementations of aten's attention backward operators (flash, cuDNN's, the memory-efficient one, and the
+    packed and windowed flash one) become ours. PyTorch keeps its forward, its autograd and its graphs. What no kernel
+    takes goes on to PyTorch's implementation: a mask tensor, dropout, other dtypes, a problem without a winner. For the
+    whole process; calling it again changes nothing. Safe between threads.
+
+    The first call on a machine builds the operator (half a minute of a C++ compiler). Where it cannot be built
+    PyTorch's backward stays, and one line in the log of ``bwdtune`` says why.
     """
-    global _on
-    _on = True
-    if F.scaled_dot_product_attention is _pytorch:
-        F.scaled_dot_product_attention = _scaled_dot_product_attention  # type: ignore[assignment]
+    with _changing():
+        _Enabled.by_call = True
 
 
 def disable() -> None:
-    """Undoes `enable`."""
-    global _on
-    _on = False
-    # Where another program has replaced ours in turn it may hold on to ours, which hands all on by now.
-    if F.scaled_dot_product_attention is _scaled_dot_product_attention:
-        F.scaled_dot_product_attention = _pytorch
+    """Undoes `enable`. A block of `enabled` that is still open keeps it on until it ends."""
+    with _changing():
+        _Enabled.by_call = False
 
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """`enable` for the time of a ``with`` block."""
-    before = _on
-    enable()
+    """`enable` for the time of a ``with`` block, in all threads. Blocks nest."""
+    _enter()
     try:
         yield
     finally:
-        if not before:
-            disable()
+        _leave()
 
 
-def _scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if _on and not dropout_p:
-        if attn_mask is None:
-            return attention(query, key, value, is_causal, scale, enable_gqa)
-        if isinstance(attn_mask, CausalBias) and not is_causal and _fits(attn_mask, query, key):
-            alignment = TOP_LEFT if attn_mask.variant == CausalVariant.UPPER_LEFT else BOTTOM_RIGHT
-            return attention(query, key, value, True, scale, enable_gqa, alignment=alignment)
-    return _pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+def _enter() -> None:
+    with _changing():
+        _Enabled.blocks += 1
 
 
-def _fits(mask: CausalBias, query: torch.Tensor, key: torch.Tensor) -> bool:
-    return query.dim() == key.dim() == 4 and (mask.seq_len_q, mask.seq_len_kv) == (query.shape[2], key.shape[2])
+def _leave() -> None:
+    with _changing():
+        _Enabled.blocks -= 1
+
+
+@contextlib.contextmanager
+def _changing() -> Iterator[None]:
+    with _lock:
+        yield
+        on = _Enabled.by_call or _Enabled.blocks > 0
+        native = operator.loaded()
+        if on and native is None:
+            native = _loaded()
+        if native:
+            for name, dispatch_key in ATEN_BACKWARDS if on else ():
+                native.install(name, dispatch_key)
+            native.enable(on)
+
+
+def _loaded() -> operator.Native | None:
+    try:
+        return operator.load()
+    except BwdtuneError as error:
+        notices.warn_once("operator", f"PyTorch's attention keeps its own backward: {error}")
+        return None
+
+
+class _Activation:
+    """What `torch.nn.attention.activate_flash_attention_impl` is handed, and removes."""
+
+    def __init__(self) -> None:
+        _enter()
+
+    def remove(self) -> None:
+        """Ends it."""
+        _leave()
+
+
+# Since PyTorch 2.11 it has a list of implementations to choose from by name.
+if hasattr(torch.nn.attention, "register_flash_attention_impl"):
+    torch.nn.attention.register_flash_attention_impl(_IMPLEMENTATION, register_fn=_Activation)

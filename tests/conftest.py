@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -29,8 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all tests of a run, so that each kernel is compiled once."""
-    return tmp_path_factory.mktemp("kernels")
+    """One for all tests of a run, so that each kernel is compiled once.
+
+    The operator's library is kept between runs: it is addressed by its content, and takes half a minute.
+    """
+    kernels = tmp_path_factory.mktemp("kernels")
+    kept = Path(tempfile.gettempdir(), f"bwdtune-tests-{os.geteuid()}", "operator")
+    kept.mkdir(parents=True, exist_ok=True)
+    (kernels / "operator").symlink_to(kept)
+    return kernels
 
 
 @pytest.fixture(autouse=True)

@@ -30,15 +30,16 @@ bottom_right=False, softcap=0.0, deterministic=None, forward="flash") -> (out, l
       bottom_right, softcap, deterministic, forward) -> (dq, dk, dv)``, implemented beside it. Their fake
       implementations are here: ``out`` and ``lse`` are contiguous, gradients as `torch.empty_like` of the inputs.
 
-``bwdtune::attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, …as above) -> (out, lse)``
+``bwdtune::attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, …) -> (out, lse)``
 
-    The same for packed sequences, (T, H, D); ``lse`` is (Hq, Tq). ``forward`` is ``"flash"``
+    The same for packed sequences, (T, H, D), with the same options; ``lse`` is (Hq, Tq). ``forward`` is ``"flash"``
     (`aten::_flash_attention_forward`, aligned bottom-right; top-left only where all lengths are the same, which one
     tensor for both ``cu_seqlens`` tells), or goes to ``bwdtune::forward_varlen`` and
     ``bwdtune::forward_varlen_backward``, with the four lengths behind the tensors.
 
-``bwdtune::backward`` and ``bwdtune::backward_varlen`` take what these have saved: the kernel that `dispatch.choose` names
-for the problem, else PyTorch's backward of that forward. Gradients have the strides of `torch.empty_like` of their inputs.
+``bwdtune::backward`` and ``bwdtune::backward_varlen`` take what these have saved: the kernel that `dispatch.choose`
+names for the problem, else PyTorch's backward of that forward. Gradients have the strides of `torch.empty_like` of
+their inputs.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from __future__ import annotations
 from typing import TypedDict
 
 from . import schemas as schemas  # defines the operators
-from .native import ATEN_BACKWARDS, Native, load
+from .native import ATEN_BACKWARDS, Native, load, loaded
 
-__all__ = ["ATEN_BACKWARDS", "Counters", "Native", "counters", "forget", "load"]
+__all__ = ["ATEN_BACKWARDS", "Counters", "Native", "counters", "load", "loaded"]
 
 
 class Counters(TypedDict):
@@ -64,12 +65,6 @@ class Counters(TypedDict):
 
 
 def counters() -> Counters:
-    """The counts of launches and fallbacks. Loads nothing: all is zero before `load`."""
-    native = load() if load.cache_info().currsize else None
+    """The counts of launches and fallbacks; none before `load`."""
+    native = loaded()
     return {"launches": native.launches() if native else {}, "fallbacks": native.fallbacks() if native else {}}
-
-
-def forget() -> None:
-    """Has every problem decided anew at its next backward."""
-    if load.cache_info().currsize:
-        load().forget()

@@ -21,7 +21,7 @@ from ...gen.errors import BwdtuneError
 from ...gen.paths import cache_dir, writable_cache_dir
 
 _SOURCES = Path(__file__).parent / "source"
-_INTERFACE = Path(__file__).parents[2] / "templates"
+_INTERFACE = Path(__file__).parents[2] / "templates" / "common"
 _TORCH = Path(torch.__file__).parent
 _LIBRARY = "bwdtune_operator.so"
 _LOG = "log.txt"
@@ -108,7 +108,7 @@ def _compiler() -> list[str] | None:
 
 
 def _key(compiler: list[str] | None) -> str:
-    """Of the source, PyTorch and its ABI, and the machine. Not of the compiler: any builds what this PyTorch can load."""
+    """Of the source, PyTorch with its ABI, and the machine; any compiler builds what this PyTorch can load."""
     parts = [path.read_text() for path in sorted(_SOURCES.iterdir())]
     parts += [(_INTERFACE / "interface.h").read_text(), torch.__version__, torch.version.git_version or ""]
     parts += [str(torch._C._GLIBCXX_USE_CXX11_ABI), platform.machine()]

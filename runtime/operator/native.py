@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...gen.errors import BwdtuneError
 from ...gen.problem import Problem
 from .. import dispatch
+from ..dispatch import Choice, notices
 from ..kernel import Kernel
 from . import build, schemas
 
-_log = logging.getLogger("bwdtune")
 _DTYPES = ("bf16", "fp16")
 _SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "head_dim")
 _FLAGS = ("bottom_right", "softcap", "varlen", "deterministic")
-_MOST_LINES = 20
 
 ATEN_BACKWARDS = (
     "_scaled_dot_product_flash_attention_backward",
@@ -39,8 +38,7 @@ class _Problem(ctypes.Structure):
     """`bwdtune::Problem`."""
 
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("device", "fp16", *_SIZES, "causal", "window_left", "window_right", *_FLAGS)
+        (name, ctypes.c_int64) for name in ("device", "fp16", *_SIZES, "causal", "window_left", "window_right", *_FLAGS)
     ]
 
     def to_problem(self) -> Problem:
@@ -59,46 +57,59 @@ class _Problem(ctypes.Structure):
 class _Decision(ctypes.Structure):
     """`bwdtune::Decision`."""
 
-    _fields_ = [("kernel", ctypes.c_void_p), ("reason", ctypes.c_int32), ("lasts", ctypes.c_int32)]
+    _fields_ = [("kernel", ctypes.c_void_p), ("reason", ctypes.c_int32)]
 
 
 _RESOLVE = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Problem), ctypes.POINTER(_Decision))
-_LOG = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_FAILED = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p)
+_SAY = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 class Native:
-    """The library, connected. One of it is made in a process: `load`."""
+    """The library, connected to dispatch."""
 
     def __init__(self, path: Path) -> None:
+        """Use `load`."""
         torch.ops.load_library(str(path))
         library = ctypes.CDLL(str(path))
-        self._add_kernel = library.bwdtune_operator_add_kernel
-        self._add_kernel.restype = ctypes.c_void_p
-        self._add_kernel.argtypes = [ctypes.c_void_p] * 5
-        self._launches = library.bwdtune_operator_launches
-        self._launches.restype = ctypes.c_int64
-        self._launches.argtypes = [ctypes.c_void_p]
-        self._reason = library.bwdtune_operator_reason
-        self._reasons = library.bwdtune_operator_reasons
-        self._reason_text = library.bwdtune_operator_reason_text
-        self._reason_text.restype = ctypes.c_char_p
-        self._fallbacks = library.bwdtune_operator_fallbacks
-        self._fallbacks.restype = ctypes.c_int64
-        self.forget = library.bwdtune_operator_forget
-        self.enable = library.bwdtune_operator_enable
-        self._install = library.bwdtune_operator_install
-        self._kernels: dict[Path, tuple[Kernel, int]] = {}
+
+        def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+            found = getattr(library, f"bwdtune_operator_{name}")
+            found.restype, found.argtypes = result, arguments
+            return found
+
+        pointer, text, int32, int64 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64
+        self._add_kernel = function("add_kernel", pointer, *[pointer] * 5)
+        self._launches = function("launches", int64, pointer)
+        self._reason = function("reason", int32, text)
+        self._reasons = function("reasons", int32)
+        self._reason_text = function("reason_text", text, int32)
+        self._fallbacks = function("fallbacks", int64, int32)
+        self._install = function("install", ctypes.c_int, text, text, ctypes.c_int)
+        self._enable = function("enable", None, ctypes.c_int)
+        self.forget = function("forget", None)
+        self._kernels: dict[int | None, tuple[Kernel, int]] = {}  # by the address of what is launched
         self._lock = threading.Lock()
         # Held: C++ calls them as long as the process lives.
-        self._callbacks = _RESOLVE(self._resolve), _LOG(self._say)
-        library.bwdtune_operator_connect(*self._callbacks, _current_stream())
+        self._callbacks = _RESOLVE(self._resolve), _FAILED(self._failed), _SAY(_say)
+        function("connect", None, _RESOLVE, _FAILED, _SAY, pointer)(*self._callbacks, _current_stream())
+        dispatch.subscribe(lambda *_: self.forget())  # rare: what is known already is soon asked for again
 
     def install(self, name: str, dispatch_key: str) -> bool:
-        """Puts ours before an implementation of aten's; False where this PyTorch does not have it."""
-        return self._install(name.encode(), dispatch_key.encode(), ATEN_BACKWARDS.index(name)) == 0
+        """Puts ours before an implementation of aten's, to stay; False where this PyTorch does not have it.
+
+        Args:
+            name: One of `ATEN_BACKWARDS`.
+            dispatch_key: Such as ``CUDA``.
+        """
+        return bool(self._install(name.encode(), dispatch_key.encode(), ATEN_BACKWARDS.index(name)) == 0)
+
+    def enable(self, on: bool) -> None:
+        """Whether what is installed takes anything."""
+        self._enable(on)
 
     def launches(self) -> dict[str, int]:
-        """How often each kernel was launched, by its library's name."""
+        """How often each kernel was launched, by the name of its library."""
         with self._lock:
             kernels = list(self._kernels.values())
         return {kernel.path.stem: self._launches(handle) for kernel, handle in kernels}
@@ -108,76 +119,91 @@ class Native:
         counts = {self._reason_text(number).decode(): self._fallbacks(number) for number in range(self._reasons())}
         return {reason: count for reason, count in counts.items() if count}
 
-    def _handle(self, kernel: Kernel) -> int:
-        with self._lock:
-            known = self._kernels.get(kernel.path)
-            if known is None:
-                known = self._kernels[kernel.path] = (kernel, self._add_kernel(*kernel.addresses()))
-        return known[1]
-
     def _resolve(self, asked: ctypes._Pointer[_Problem], answer: ctypes._Pointer[_Decision]) -> None:
         """Called by C++ where a problem is met for the first time; must not raise."""
-        decision = answer.contents
         try:
             choice = _choose(asked.contents)
-            decision.lasts = getattr(choice, "final", True)
+            decision = answer.contents
             if choice.kernel:
                 decision.kernel = self._handle(choice.kernel)
-                return
-            reason = choice.reason
-        except BwdtuneError as error:
-            reason = str(error)
+            else:
+                decision.reason = self._reason((choice.cause or choice.reason).encode())
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-        decision.reason = self._reason(reason.encode())
-        _tell(reason)
+            reason = str(error) if isinstance(error, BwdtuneError) else f"{type(error).__name__}: {error}"
+            answer.contents.reason = self._reason(reason.encode())
+            notices.warn_once(reason, f"attention has PyTorch's backward: {reason}")
 
-    def _say(self, message: bytes) -> None:
-        _tell(message.decode(errors="replace"))
+    def _failed(self, handle: int, reason: bytes) -> None:
+        """Called by C++ where a launch has failed; must not raise."""
+        with self._lock:
+            kernels = [kernel for kernel, known in self._kernels.values() if known == handle]
+        for kernel in kernels:
+            dispatch.discard(kernel, reason.decode(errors="replace"))
+
+    def _handle(self, kernel: Kernel) -> int:
+        addresses = kernel.addresses()
+        with self._lock:
+            known = self._kernels.get(addresses[0])
+            if known is None:
+                known = self._kernels[addresses[0]] = (kernel, self._add_kernel(*addresses))
+        return known[1]
 
 
-def _choose(asked: _Problem) -> dispatch.Choice:
+def _choose(asked: _Problem) -> Choice:
     on_gpu = asked.device >= 0
     device = "cuda" if on_gpu else "cpu"
     if device not in DEVICE_TYPES:
-        return dispatch.Choice(None, f"the tensors are on {device}")
-    return dispatch.choose(asked.to_problem(), max(asked.device, 0))
+        reason = f"the tensors are on {device}"
+        notices.warn_once(reason, f"attention has PyTorch's backward: {reason}")
+        return Choice(None, reason)
+    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    return dispatch.choose(asked.to_problem(), max(asked.device, 0), capturing=capturing)
 
 
-_said: set[str] = set()
+def _say(message: bytes) -> None:
+    reason = message.decode(errors="replace")
+    notices.warn_once(reason, f"attention has PyTorch's backward: {reason}")
 
 
-def _tell(reason: str) -> None:
-    """One line a reason, and not without end."""
-    if reason in _said or len(_said) > _MOST_LINES:
-        return
-    _said.add(reason)
-    if len(_said) > _MOST_LINES:
-        _log.warning("attention has PyTorch's backward for more reasons than are told here: see bwdtune.stats()")
-    else:
-        _log.warning("attention has PyTorch's backward: %s", reason)
+def _current_stream() -> int | None:
+    """The address of PyTorch's C function for a device's current stream; only builds with CUDA have it."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    try:
+        function = ctypes.CDLL(str(path)).aoti_torch_get_current_cuda_stream
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value
 
 
-def _current_stream() -> ctypes.c_void_p | None:
-    """PyTorch's C function for the current stream of a device; only builds with CUDA have it."""
-    for name in ("libtorch_cuda.so", "libtorch_hip.so"):
-        path = Path(torch.__file__).parent / "lib" / name
-        try:
-            return ctypes.cast(ctypes.CDLL(str(path)).aoti_torch_get_current_cuda_stream, ctypes.c_void_p)
-        except (OSError, AttributeError):
-            continue
-    return None
+class _State:
+    lock = threading.Lock()
+    found: Native | BwdtuneError | None = None
 
 
-@functools.cache
 def load() -> Native:
-    """The library, built where the cache does not have it.
+    """The library, built where the cache does not have it; later calls cost nothing.
 
     Raises:
-        BwdtuneError: It cannot be built or loaded.
+        BwdtuneError: It cannot be built or loaded. It is tried once in a process.
     """
+    with _State.lock:
+        if _State.found is None:
+            _State.found = _load()
+    if isinstance(_State.found, BwdtuneError):
+        raise _State.found
+    return _State.found
+
+
+def loaded() -> Native | None:
+    """The library, where `load` has been called with success."""
+    return _State.found if isinstance(_State.found, Native) else None
+
+
+def _load() -> Native | BwdtuneError:
     schemas.register_flop_formulas()
     try:
         return Native(build.library())
+    except BwdtuneError as error:
+        return error
     except (OSError, AttributeError, RuntimeError) as error:
-        raise BwdtuneError(f"the operator's library cannot be loaded: {str(error).splitlines()[0]}") from error
+        return BwdtuneError(f"the operator's library cannot be loaded: {str(error).splitlines()[0]}")

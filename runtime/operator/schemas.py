@@ -1,7 +1,7 @@
 """The operators of the namespace ``bwdtune``: their schemas, and what PyTorch has to know of them besides.
 
-Fake implementations, batching rules and flop counts. The implementations proper are C++ (`native`), those of the forwards
-that are not PyTorch's own are Python (`runtime.operator`).
+Fake implementations, batching rules and flop counts. The implementations proper are C++ (`native`), those of the
+forwards that are not PyTorch's own are Python.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SCHEMAS = (
     'str forward="flash") -> (Tensor out, Tensor lse)',
     f"backward({_SAVED}, Tensor? seed, Tensor? offset, bool is_causal, float scale, {_MASK}, bool? deterministic, "
     f"str forward) -> {_GRADIENTS}",
-    f"backward_varlen({_SAVED}, Tensor? seed, Tensor? offset, {_LENGTHS}, bool is_causal, float scale, {_MASK}, bool? deterministic, "
-    f"str forward) -> {_GRADIENTS}",
+    f"backward_varlen({_SAVED}, Tensor? seed, Tensor? offset, {_LENGTHS}, bool is_causal, float scale, {_MASK}, "
+    f"bool? deterministic, str forward) -> {_GRADIENTS}",
     f"forward(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, {_MASK}, str forward) "
     "-> (Tensor out, Tensor lse)",
     f"forward_varlen(Tensor q, Tensor k, Tensor v, {_LENGTHS}, bool is_causal, float scale, {_MASK}, str forward) "
@@ -37,7 +37,7 @@ SCHEMAS = (
     f"str forward) -> {_GRADIENTS}",
 )
 
-_library = Library("bwdtune", "DEF")  # noqa: TOR901
+_library = Library("bwdtune", "DEF")
 for _schema in SCHEMAS:
     _library.define(_schema)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from operator_kernels import Kernels
 
 from bwdtune.db.records import Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
 from bwdtune.db.store import Store
@@ -14,6 +15,8 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render, template_hash
 from bwdtune.runtime import attention as attention_module
 from bwdtune.runtime import dispatch, gpu
+from bwdtune.runtime.dispatch import notices
+from bwdtune.runtime.operator import native
 
 StoreWinner = Callable[..., None]
 
@@ -23,6 +26,7 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What one test stored, another must not see; nor what was said. Kernels are compiled in the call that asks."""
     monkeypatch.setenv("BWDTUNE_ON_MISS", "wait")
     dispatch.forget()
+    notices.forget()
     attention_module._said.clear()
     yield
     dispatch.forget()
@@ -34,6 +38,16 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(gpu, "current_device", lambda index: HOST)
     monkeypatch.setattr(attention_module, "_DEVICE_TYPES", ("cpu",))
     return HOST
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """The operator on the CPU, with a right kernel for every problem."""
+    monkeypatch.setattr(native, "DEVICE_TYPES", ["cpu"])
+    found = Kernels()
+    monkeypatch.setattr(dispatch, "choose", found.choose)
+    yield found
+    found.native.forget()
 
 
 @pytest.fixture

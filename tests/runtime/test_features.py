@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from stub_kernels import stub_for
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import bwdtune
 from bwdtune.gen.device import Device
@@ -361,29 +359,6 @@ def test_wrong_packed_arguments_are_named(problems: list[Problem], said: str) ->
     WRONG_PACKED[said](inputs, sizes)
     with pytest.raises(ValueError, match=said):
         bwdtune.attention_varlen(*inputs, **sizes)
-
-
-# ---- taking PyTorch's function over ----
-
-
-@pytest.mark.parametrize("lengths", [(9, 9), (9, 20)])
-@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right], ids=["upper left", "lower right"])
-def test_causal_biases_are_masks_of_ours(
-    problems: list[Problem], make: Callable[..., Any], lengths: tuple[int, int]
-) -> None:
-    inputs = leaves(1, 2, 2, *lengths)
-    with bwdtune.enabled():
-        output = F.scaled_dot_product_attention(*inputs, attn_mask=make(*lengths))
-    wide = doubled(inputs)
-    alignment = "top-left" if make is causal_upper_left else "bottom-right"
-    assert_right(output, inputs, exact(*wide, is_causal=True, alignment=alignment), wide)
-    assert len(problems) == 1
-
-
-def test_a_bias_for_other_lengths_stays_pytorchs(problems: list[Problem]) -> None:
-    with bwdtune.enabled(), pytest.raises((ValueError, RuntimeError)):
-        F.scaled_dot_product_attention(*leaves(1, 2, 2, 9, 9), attn_mask=causal_upper_left(9, 20))
-    assert not problems
 
 
 # ---- from the database ----

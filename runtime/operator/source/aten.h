@@ -83,9 +83,7 @@ class Arguments {
   }
 
   // Whether all that stands behind the arguments this class knows of is at rest is the operator's own matter.
-  const c10::IValue& of(const torch::jit::Stack& stack, int index) const {
-    return stack[stack.size() - count_ + index];
-  }
+  const c10::IValue& of(const torch::jit::Stack& stack, int index) const { return stack[stack.size() - count_ + index]; }
 
   bool defined(const torch::jit::Stack& stack, int index) const {
     return index >= 0 && of(stack, index).isTensor() && of(stack, index).toTensor().defined();

@@ -26,6 +26,9 @@ using c10::SymInt;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Forwarded = std::tuple<Tensor, Tensor>;
+using MaybeTensor = std::optional<Tensor>;
+using MaybeBool = std::optional<bool>;
+using MaybeDouble = std::optional<double>;
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name) {
@@ -45,6 +48,7 @@ struct Packed {
   Tensor cu_seqlens_q, cu_seqlens_kv;
   SymInt max_seqlen_q, max_seqlen_kv;
 };
+using MaybePacked = std::optional<Packed>;
 
 // ---------------------------------------------------------------------------------------------------------------------------
 // PyTorch's forwards, each with its backward
@@ -64,6 +68,8 @@ struct Window {
     if (bounded) right = right - diagonal;
   }
 };
+
+inline Tensor or_none(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
 
 inline Tensor bshd(const Tensor& tensor) { return tensor.transpose(1, 2); }
 
@@ -87,11 +93,10 @@ inline Tensor padded(const Tensor& gradient, const SymInt& rows) {
 
 struct Forward {
   Tensor out, lse;
-  std::optional<Tensor> seed = {}, offset = {};  // what PyTorch's backward needs besides
+  MaybeTensor seed, offset;  // what PyTorch's backward needs besides
 };
 
-inline Forward forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, c10::string_view which) {
+inline Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, c10::string_view which) {
   if (which == "cudnn") {
     auto result = at::_scaled_dot_product_cudnn_attention(
         q, k, v, std::nullopt, /*compute_log_sumexp=*/true, 0.0, mask.causal, false, mask.scale);
@@ -109,8 +114,8 @@ inline Forward forward(
   if (which == "flash_window") {
     const Window window(mask, q.sym_size(2), k.sym_size(2));
     auto result = at::_flash_attention_forward_symint(
-        bshd(q), bshd(k.narrow_symint(2, 0, window.keys)), bshd(v.narrow_symint(2, 0, window.keys)), std::nullopt,
-        std::nullopt, q.sym_size(2), window.keys, 0.0, false, false, mask.scale, window.left, window.right);
+        bshd(q), bshd(k.narrow_symint(2, 0, window.keys)), bshd(v.narrow_symint(2, 0, window.keys)), std::nullopt, std::nullopt,
+        q.sym_size(2), window.keys, 0.0, false, false, mask.scale, window.left, window.right);
     return {bshd(std::get<0>(result)), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
   }
   if (which == "cpu") {
@@ -146,26 +151,27 @@ class Deterministic {
 
 inline Gradients pytorch_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const Mask& mask, bool repeatable, c10::string_view which) {
+    const MaybeTensor& seed, const MaybeTensor& offset, const Mask& mask, bool repeatable, c10::string_view which) {
   const PytorchOnly pytorch;
   const Deterministic deterministic(repeatable);
   if (which == "cudnn")
     return at::_scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse, seed.value_or(Tensor()), offset.value_or(Tensor()), {}, {}, {}, q.size(2), k.size(2), 0.0, mask.causal, mask.scale);
+        dout, q, k, v, out, lse, or_none(seed), or_none(offset), {}, {}, {}, q.size(2), k.size(2), 0.0, mask.causal,
+        mask.scale);
   if (which == "flash")
     return at::_scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse, {}, {}, q.size(2), k.size(2), 0.0, mask.causal, seed.value_or(Tensor()), offset.value_or(Tensor()), mask.scale);
+        dout, q, k, v, out, lse, {}, {}, q.size(2), k.size(2), 0.0, mask.causal, or_none(seed), or_none(offset), mask.scale);
   if (which == "efficient") {
     auto [dq, dk, dv, unused] = at::_scaled_dot_product_efficient_attention_backward(
-        dout, q, expand_heads(q, k), expand_heads(q, v), {}, out, lse, seed.value_or(Tensor()), offset.value_or(Tensor()), 0.0, {true, true, true, false},
-        mask.causal, mask.scale);
+        dout, q, expand_heads(q, k), expand_heads(q, v), {}, out, lse, or_none(seed), or_none(offset), 0.0,
+        {true, true, true, false}, mask.causal, mask.scale);
     return {dq, sum_heads(dk, k), sum_heads(dv, v)};
   }
   if (which == "flash_window") {
     const Window window(mask, q.sym_size(2), k.sym_size(2));
     auto [dq, dk, dv] = at::_flash_attention_backward_symint(
         bshd(dout), bshd(q), bshd(k.narrow_symint(2, 0, window.keys)), bshd(v.narrow_symint(2, 0, window.keys)), bshd(out), lse,
-        {}, {}, q.sym_size(2), window.keys, 0.0, false, seed.value_or(Tensor()), offset.value_or(Tensor()), mask.scale, window.left, window.right);
+        {}, {}, q.sym_size(2), window.keys, 0.0, false, or_none(seed), or_none(offset), mask.scale, window.left, window.right);
     return {bshd(dq), padded(bshd(dk), k.sym_size(2)), padded(bshd(dv), v.sym_size(2))};
   }
   if (which == "cpu") {
@@ -200,21 +206,21 @@ inline Forward forward(
 
 inline Gradients pytorch_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const Packed& packed, const Mask& mask,
-    bool repeatable, c10::string_view which) {
+    const MaybeTensor& seed, const MaybeTensor& offset, const Packed& packed, const Mask& mask, bool repeatable,
+    c10::string_view which) {
   const PytorchOnly pytorch;
   const Deterministic deterministic(repeatable);
   if (which == "flash")
     return at::_flash_attention_backward_symint(
         dout, q, k, v, out, lse, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, 0.0,
-        false, seed.value_or(Tensor()), offset.value_or(Tensor()), mask.scale, SymInt(mask.left), SymInt(mask.causal ? 0 : mask.right));
+        false, or_none(seed), or_none(offset), mask.scale, SymInt(mask.left), SymInt(mask.causal ? 0 : mask.right));
   static const auto python = find<Gradients(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
       SymInt, SymInt, bool, double, int64_t, int64_t, bool, double, bool, c10::string_view)>(
       "bwdtune::forward_varlen_backward");
   return python.call(
-      dout, q, k, v, out, lse, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, mask.causal,
-      mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, repeatable, which);
+      dout, q, k, v, out, lse, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
+      mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, repeatable, which);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -235,8 +241,8 @@ inline Gradients laid_out(Gradients found, const Tensor& q, const Tensor& k, con
 
 inline Gradients backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, bool is_causal, double scale, int64_t window_left, int64_t window_right, bool bottom_right,
-    double softcap, std::optional<bool> asked, c10::string_view which) {
+    const MaybeTensor& seed, const MaybeTensor& offset, bool is_causal, double scale, int64_t window_left, int64_t window_right,
+    bool bottom_right, double softcap, MaybeBool asked, c10::string_view which) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool repeatable = deterministic(asked);
   Call call{dout, q, k, v, out, lse};
@@ -254,9 +260,9 @@ inline Gradients backward(
 
 inline Gradients backward_varlen(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv, int64_t max_seqlen_q, int64_t max_seqlen_kv,
-    bool is_causal, double scale, int64_t window_left, int64_t window_right, bool bottom_right, double softcap,
-    std::optional<bool> asked, c10::string_view which) {
+    const MaybeTensor& seed, const MaybeTensor& offset, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
+    int64_t max_seqlen_q, int64_t max_seqlen_kv, bool is_causal, double scale, int64_t window_left, int64_t window_right,
+    bool bottom_right, double softcap, MaybeBool asked, c10::string_view which) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool repeatable = deterministic(asked);
   Call call{dout, q, k, v, out, lse};
@@ -321,16 +327,16 @@ inline bool needs_gradient(std::initializer_list<const Tensor*> tensors) {
 }
 
 using Backward = Gradients(
-    const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-    const std::optional<Tensor>&, const std::optional<Tensor>&, bool, double,
-    int64_t, int64_t, bool, double, std::optional<bool>, c10::string_view);
+    const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
+    const MaybeTensor&, bool, double, int64_t, int64_t, bool, double, MaybeBool, c10::string_view);
 using BackwardVarlen = Gradients(
-    const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-    const std::optional<Tensor>&, const std::optional<Tensor>&, const Tensor&, const Tensor&, SymInt, SymInt, bool, double, int64_t, int64_t, bool, double, std::optional<bool>, c10::string_view);
+    const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
+    const MaybeTensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, double, int64_t, int64_t, bool, double, MaybeBool,
+    c10::string_view);
 
 inline Gradients call_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const std::optional<Packed>& packed, const Mask& mask, std::optional<bool> deterministic,
+    const MaybeTensor& seed, const MaybeTensor& offset, const MaybePacked& packed, const Mask& mask, MaybeBool deterministic,
     c10::string_view which) {
   if (packed) {
     static const auto op = find<BackwardVarlen>("bwdtune::backward_varlen");
@@ -352,8 +358,8 @@ struct Once : torch::autograd::Function<Once> {
 
   static variable_list forward(
       AutogradContext*, const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-      const Tensor& lse, const std::optional<Tensor>& seed, const std::optional<Tensor>& offset,
-      const std::optional<Packed>& packed, const Mask& mask, std::optional<bool> deterministic, c10::string_view which) {
+      const Tensor& lse, const MaybeTensor& seed, const MaybeTensor& offset, const MaybePacked& packed, const Mask& mask,
+      MaybeBool deterministic, c10::string_view which) {
     OneLevel::put_back();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [dq, dk, dv] = call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which);
@@ -365,7 +371,7 @@ struct Once : torch::autograd::Function<Once> {
 
 inline Gradients backward_of(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const std::optional<Packed>& packed, const Mask& mask, std::optional<bool> deterministic,
+    const MaybeTensor& seed, const MaybeTensor& offset, const MaybePacked& packed, const Mask& mask, MaybeBool deterministic,
     c10::string_view which) {
   if (!needs_gradient({&dout, &q, &k, &v, &out})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -377,17 +383,17 @@ inline Gradients backward_of(
 
 inline Gradients backward_autograd(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, bool is_causal, double scale, int64_t window_left, int64_t window_right, bool bottom_right,
-    double softcap, std::optional<bool> deterministic, c10::string_view which) {
+    const MaybeTensor& seed, const MaybeTensor& offset, bool is_causal, double scale, int64_t window_left, int64_t window_right,
+    bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which) {
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
   return backward_of(dout, q, k, v, out, lse, seed, offset, std::nullopt, mask, deterministic, which);
 }
 
 inline Gradients backward_varlen_autograd(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& seed, const std::optional<Tensor>& offset, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv, SymInt max_seqlen_q, SymInt max_seqlen_kv,
-    bool is_causal, double scale, int64_t window_left, int64_t window_right, bool bottom_right, double softcap,
-    std::optional<bool> deterministic, c10::string_view which) {
+    const MaybeTensor& seed, const MaybeTensor& offset, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
+    SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, double scale, int64_t window_left, int64_t window_right,
+    bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which) {
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
   return backward_of(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which);
@@ -401,8 +407,7 @@ inline Tensor plain_lse(const Tensor& lse, const Tensor& q, bool packed) {
 }
 
 inline Forward forward_of(
-    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Packed>& packed, const Mask& mask,
-    c10::string_view which) {
+    const Tensor& q, const Tensor& k, const Tensor& v, const MaybePacked& packed, const Mask& mask, c10::string_view which) {
   return packed ? forward(q, k, v, *packed, mask, which) : forward(q, k, v, mask, which);
 }
 
@@ -410,8 +415,8 @@ struct Attention : torch::autograd::Function<Attention> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(
-      AutogradContext* context, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Packed>& packed,
-      const Mask& mask, std::optional<bool> deterministic, c10::string_view which) {
+      AutogradContext* context, const Tensor& q, const Tensor& k, const Tensor& v, const MaybePacked& packed, const Mask& mask,
+      MaybeBool deterministic, c10::string_view which) {
     OneLevel::put_back();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     Forward result = forward_of(q, k, v, packed, mask, which);
@@ -422,7 +427,7 @@ struct Attention : torch::autograd::Function<Attention> {
       data["max_seqlen_q"] = packed->max_seqlen_q;
       data["max_seqlen_kv"] = packed->max_seqlen_kv;
     }
-    saved.insert(saved.end(), {result.seed.value_or(Tensor()), result.offset.value_or(Tensor())});
+    saved.insert(saved.end(), {or_none(result.seed), or_none(result.offset)});
     context->save_for_backward(std::move(saved));
     data["packed"] = packed.has_value();
     data["causal"] = mask.causal;
@@ -444,15 +449,15 @@ struct Attention : torch::autograd::Function<Attention> {
     if (!gradients[0].defined()) return found;
     auto& data = context->saved_data;
     const auto saved = context->get_saved_variables();
-    std::optional<Packed> packed;
+    MaybePacked packed;
     size_t used = 5;
     if (data["packed"].toBool()) {
       packed = Packed{saved[5], saved[6], data["max_seqlen_q"].toSymInt(), data["max_seqlen_kv"].toSymInt()};
       used = 7;
     }
-    const auto kept = [&](size_t i) { return saved[i].defined() ? std::optional<Tensor>(saved[i]) : std::nullopt; };
-    const Mask mask{data["causal"].toBool(),        data["scale"].toDouble(),   data["left"].toInt(), data["right"].toInt(),
-                    data["bottom_right"].toBool(), data["softcap"].toDouble()};
+    const auto kept = [&](size_t i) { return saved[i].defined() ? MaybeTensor(saved[i]) : std::nullopt; };
+    const Mask mask{data["causal"].toBool(), data["scale"].toDouble(),      data["left"].toInt(),
+                    data["right"].toInt(),   data["bottom_right"].toBool(), data["softcap"].toDouble()};
     const std::string which = data["which"].toStringRef();
     std::tie(found[0], found[1], found[2]) = call_backward(
         gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], kept(used), kept(used + 1), packed, mask,
@@ -462,8 +467,8 @@ struct Attention : torch::autograd::Function<Attention> {
 };
 
 inline Mask mask_of(
-    const Tensor& q, const Tensor& k, int head_axis, bool is_causal, std::optional<double> scale, bool enable_gqa,
-    int64_t window_left, int64_t window_right, bool bottom_right, double softcap) {
+    const Tensor& q, const Tensor& k, int head_axis, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
+    int64_t window_right, bool bottom_right, double softcap) {
   TORCH_CHECK_VALUE(
       enable_gqa || q.sym_size(head_axis) == k.sym_size(head_axis), q.sym_size(head_axis), " query heads and ",
       k.sym_size(head_axis), " key and value heads need enable_gqa");
@@ -472,34 +477,33 @@ inline Mask mask_of(
 }
 
 inline Forwarded attention(
-    const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, std::optional<double> scale, bool enable_gqa,
-    int64_t window_left, int64_t window_right, bool bottom_right, double softcap, std::optional<bool>, c10::string_view which) {
+    const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
+    int64_t window_right, bool bottom_right, double softcap, MaybeBool, c10::string_view which) {
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
   const Forward result = forward(q, k, v, mask, which);
   return {result.out, plain_lse(result.lse, q, false)};
 }
 
 inline Forwarded attention_autograd(
-    const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, std::optional<double> scale, bool enable_gqa,
-    int64_t window_left, int64_t window_right, bool bottom_right, double softcap, std::optional<bool> deterministic,
-    c10::string_view which) {
+    const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
+    int64_t window_right, bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which) {
   if (!needs_gradient({&q, &k, &v})) {
     static const auto op = find<Forwarded(
-        const Tensor&, const Tensor&, const Tensor&, bool, std::optional<double>, bool, int64_t, int64_t, bool, double,
-        std::optional<bool>, c10::string_view)>("bwdtune::attention");
+        const Tensor&, const Tensor&, const Tensor&, bool, MaybeDouble, bool, int64_t, int64_t, bool, double, MaybeBool,
+        c10::string_view)>("bwdtune::attention");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(
         q, k, v, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap, deterministic, which);
   }
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
-  const auto found = apply<Attention>(q, k, v, std::optional<Packed>(), mask, deterministic, which);
+  const auto found = apply<Attention>(q, k, v, MaybePacked(), mask, deterministic, which);
   return {found[0], found[1]};
 }
 
 inline Forwarded attention_varlen(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
-    SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t window_left,
-    int64_t window_right, bool bottom_right, double softcap, std::optional<bool>, c10::string_view which) {
+    SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
+    int64_t window_right, bool bottom_right, double softcap, MaybeBool, c10::string_view which) {
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
   const Forward result = forward(q, k, v, packed, mask, which);
@@ -508,12 +512,12 @@ inline Forwarded attention_varlen(
 
 inline Forwarded attention_varlen_autograd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
-    SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t window_left,
-    int64_t window_right, bool bottom_right, double softcap, std::optional<bool> deterministic, c10::string_view which) {
+    SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
+    int64_t window_right, bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which) {
   if (!needs_gradient({&q, &k, &v})) {
     static const auto op = find<Forwarded(
-        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, std::optional<double>,
-        bool, int64_t, int64_t, bool, double, std::optional<bool>, c10::string_view)>("bwdtune::attention_varlen");
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, MaybeDouble, bool,
+        int64_t, int64_t, bool, double, MaybeBool, c10::string_view)>("bwdtune::attention_varlen");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(
         q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, is_causal, scale, enable_gqa, window_left,
@@ -521,7 +525,7 @@ inline Forwarded attention_varlen_autograd(
   }
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
-  const auto found = apply<Attention>(q, k, v, std::optional<Packed>(packed), mask, deterministic, which);
+  const auto found = apply<Attention>(q, k, v, MaybePacked(packed), mask, deterministic, which);
   return {found[0], found[1]};
 }
 

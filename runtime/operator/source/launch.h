@@ -31,9 +31,12 @@ struct Axes {
 
 inline Axes axes(Format format) {
   switch (format) {
-    case Format::kBHSD: return {0, 1, 2};
-    case Format::kBSHD: return {0, 2, 1};
-    default: return {-1, 1, 0};
+    case Format::kBHSD:
+      return {0, 1, 2};
+    case Format::kBSHD:
+      return {0, 2, 1};
+    default:
+      return {-1, 1, 0};
   }
 }
 
@@ -57,9 +60,7 @@ struct Call {
   int64_t max_seqlen_q = 0, max_seqlen_kv = 0;
 };
 
-inline bool deterministic(std::optional<bool> asked) {
-  return asked.value_or(at::globalContext().deterministicAlgorithms());
-}
+inline bool deterministic(std::optional<bool> asked) { return asked.value_or(at::globalContext().deterministicAlgorithms()); }
 
 // TMA's rule: an aligned base, a unit last stride, and other strides that are positive and aligned.
 inline bool describe(const Tensor& tensor, const Axes& at, bwdtune_tensor& described) {
@@ -90,8 +91,7 @@ inline void describe_input(const Tensor& tensor, const Axes& at, bwdtune_tensor&
 inline Tensor empty_gradient(const Tensor& input, GradientLayout layout) {
   if (layout == GradientLayout::kAsInput) return at::empty_like(input);
   const int64_t heads = input.size(1), seqlen = input.size(2), head_dim = input.size(3);
-  return at::empty_strided(
-      input.sizes(), {seqlen * heads * head_dim, head_dim, heads * head_dim, 1}, input.options());
+  return at::empty_strided(input.sizes(), {seqlen * heads * head_dim, head_dim, heads * head_dim, 1}, input.options());
 }
 
 // The gradient that is returned, and where its layout is not one that a kernel can write to another one that it writes.
@@ -148,7 +148,7 @@ inline std::optional<Reason> problem_of(const Call& call, Problem& problem) {
       bottom_right = false;
   } else {
     const int64_t diagonal = bottom_right ? seqlen_kv - seqlen_q : 0;
-    if (left != kUnlimited && diagonal - left <= 1 - seqlen_q) left = kUnlimited;     // the last query sees the first key
+    if (left != kUnlimited && diagonal - left <= 1 - seqlen_q) left = kUnlimited;      // the last query sees the first key
     if (right != kUnlimited && diagonal + right >= seqlen_kv - 1) right = kUnlimited;  // the first query sees the last one
     if (seqlen_q == seqlen_kv) bottom_right = false;
   }
@@ -289,16 +289,18 @@ inline std::optional<Gradients> compute(const Call& call) noexcept {
       return std::nullopt;
     }
     const Decision decision = shared.table.find(problem);
-    if (!decision.kernel) {
-      shared.pytorch_because(decision.reason);
+    const int32_t failure = decision.kernel ? decision.kernel->failure.load(std::memory_order_relaxed) : kNone;
+    if (!decision.kernel || failure != kNone) {
+      shared.pytorch_because(decision.kernel ? failure : decision.reason);
       return std::nullopt;
     }
     try {
       return launch(*decision.kernel, problem, call, lse);
     } catch (const LaunchFailed& failure) {
       const int32_t reason = shared.reasons.number("a launch failed: " + failure.text);
+      decision.kernel->failure.store(reason, std::memory_order_relaxed);
       if (shared.reasons.count(reason) == 0) shared.say(shared.reasons.text(reason));
-      shared.table.replace(problem, {nullptr, reason, 1});
+      if (const Failed failed = shared.failed.load(std::memory_order_acquire)) failed(decision.kernel, failure.text.c_str());
     }
   } catch (const c10::OutOfMemoryError&) {
     shared.pytorch_because(kOutOfMemory);

@@ -32,9 +32,12 @@ TORCH_LIBRARY_IMPL(bwdtune, Autograd, m) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Sets what is called back: to decide for a kernel, to say a line, and PyTorch's way to its current stream.
-EXPORT void bwdtune_operator_connect(bwdtune::Resolve resolve, bwdtune::Log log, int (*current_stream)(int32_t, void**)) {
+// Sets what is called back: to decide for a kernel, to hear of one that failed, to say a line; and PyTorch's way to its current
+// stream.
+EXPORT void bwdtune_operator_connect(
+    bwdtune::Resolve resolve, bwdtune::Failed failed, bwdtune::Log log, int (*current_stream)(int32_t, void**)) {
   bwdtune::state().table.ask(resolve);
+  bwdtune::state().failed.store(failed, std::memory_order_release);
   bwdtune::state().log.store(log, std::memory_order_release);
   bwdtune::state().current_stream.store(current_stream, std::memory_order_release);
 }
@@ -64,9 +67,7 @@ EXPORT int64_t bwdtune_operator_fallbacks(int32_t number) { return bwdtune::stat
 // Has all problems decided anew.
 EXPORT void bwdtune_operator_forget() { bwdtune::state().table.forget(); }
 
-EXPORT void bwdtune_operator_enable(int enabled) {
-  bwdtune::state().enabled.store(enabled != 0, std::memory_order_release);
-}
+EXPORT void bwdtune_operator_enable(int enabled) { bwdtune::state().enabled.store(enabled != 0, std::memory_order_release); }
 
 // Puts ours before the implementation of an operator of aten. 0, or 1 where this PyTorch does not have it; -1 with a line to
 // the log.

@@ -46,19 +46,9 @@ struct Problem {
   }
 };
 
-// The C interface of a loaded library (templates/interface.h). Libraries are never unloaded.
-struct Kernel {
-  int (*backward)(const bwdtune_arguments*);
-  int64_t (*workspace_bytes)(const bwdtune_arguments*);
-  const char* (*error_text)(int);
-  // Of kernels of the host target: the memory that the next launch may access. Null for all others.
-  void (*host_register)(const char* name, void* data, int64_t bytes, int writable);
-  void (*host_clear)();
-  std::atomic<int64_t> launches{0};
-};
-
 // Why a call was PyTorch's. The first ones are found here, Python adds what it decides for.
 enum Reason : int32_t {
+  kNone = -1,
   kDisabled,
   kUndefinedGradient,
   kDropout,
@@ -97,13 +87,25 @@ constexpr std::array<const char*, kFirstOfPython> kReasons = {
     "other reasons",
 };
 
+// The C interface of a loaded library (templates/interface.h). Libraries are never unloaded.
+struct Kernel {
+  int (*backward)(const bwdtune_arguments*);
+  int64_t (*workspace_bytes)(const bwdtune_arguments*);
+  const char* (*error_text)(int);
+  // Of kernels of the host target: the memory that the next launch may access. Null for all others.
+  void (*host_register)(const char* name, void* data, int64_t bytes, int writable);
+  void (*host_clear)();
+  std::atomic<int64_t> launches{0};
+  std::atomic<int32_t> failure{kNone};  // the reason's number, where a launch has failed: it is not tried again
+};
+
 struct Decision {
   Kernel* kernel = nullptr;  // null: PyTorch's
   int32_t reason = kInternal;
-  int32_t lasts = 1;  // 0: to be asked again at the next call
 };
 
 using Resolve = void (*)(const Problem*, Decision*);
+using Failed = void (*)(const Kernel*, const char* reason);
 using Log = void (*)(const char* message);
 
 class Reasons {
@@ -166,17 +168,10 @@ class Table {
       const Resolve resolve = resolve_.load(std::memory_order_acquire);
       if (!resolve) return decision;
       resolve(&problem, &decision);
-      if (!decision.lasts || !share(problem, epoch, decision)) return decision;
+      if (!share(problem, epoch, decision)) return decision;
     }
     place = {epoch, problem, decision};
     return decision;
-  }
-
-  // A kernel that cannot be launched is not tried again for this problem.
-  void replace(const Problem& problem, const Decision& decision) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    decisions_[problem] = decision;
-    epoch_.fetch_add(1, std::memory_order_acq_rel);
   }
 
   void forget() {
@@ -229,6 +224,7 @@ struct State {
   Table table;
   Reasons reasons;
   std::atomic<bool> enabled{false};
+  std::atomic<Failed> failed{nullptr};
   std::atomic<Log> log{nullptr};
   std::atomic<int (*)(int32_t device, void** stream)> current_stream{nullptr};
 

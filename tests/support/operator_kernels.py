@@ -1,0 +1,54 @@
+"""The operator on the CPU with stub kernels: what was asked for, launched and left to PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from stub_kernels import stub_for
+
+from bwdtune.gen.problem import Problem
+from bwdtune.runtime import operator
+from bwdtune.runtime.dispatch import Choice
+from bwdtune.runtime.kernel import Kernel
+
+
+class Kernels:
+    """Stands in for `dispatch.choose`: every problem has a right kernel, unless `none` says why there is none."""
+
+    def __init__(self) -> None:
+        self.asked: list[Problem] = []
+        self.none = ""
+        self.native = operator.load()
+        self.native.forget()
+        self._launches = Counter(self.native.launches())
+        self._fallbacks = Counter(self.native.fallbacks())
+
+    def choose(self, problem: Problem, device_index: int, *, capturing: bool = False) -> Choice:
+        """See `dispatch.choose`."""
+        self.asked.append(problem)
+        return Choice(None, self.none) if self.none else Choice(Kernel.load(stub_for(problem)), "a stub")
+
+    @property
+    def launches(self) -> int:
+        """How many there were of kernels of ours."""
+        return (Counter(self.native.launches()) - self._launches).total()
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """How often PyTorch's backward ran, by reason."""
+        return dict(Counter(self.native.fallbacks()) - self._fallbacks)
+
+
+def leaves(
+    *sizes: int, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of B, Hq, Hkv, Sq, Skv, each of which needs a gradient; the same at each call."""
+    batch, heads_q, heads_kv, seqlen_q, seqlen_kv = sizes
+    generator = torch.Generator(device).manual_seed(sum(sizes))
+    shapes = [(heads_q, seqlen_q), (heads_kv, seqlen_kv), (heads_kv, seqlen_kv)]
+    q, k, v = (
+        torch.randn(batch, heads, seqlen, head_dim, generator=generator, device=device).to(dtype).requires_grad_()
+        for heads, seqlen in shapes
+    )
+    return q, k, v

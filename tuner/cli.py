@@ -24,7 +24,7 @@ import typer
 from ..gen.device import H200, HOST, HOST_ARCH, RTX_5090, Device, device_for_arch
 from ..gen.emulation import EMULATED
 from ..gen.errors import BwdtuneError, UsageError
-from ..gen.families import parse_config
+from ..gen.families import parse_config, short_form
 from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem
 from .search.options import DEFAULT_TRIALS, LIMITS, SearchOptions
 
@@ -50,6 +50,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+_CONFIG_HELP = "A preset (v3), a preset and what differs from it ('v3 stages=3'), or a configuration's id."
 
 DatabaseOption = Annotated[
     str | None, typer.Option("--db", help="Database file or URL (default: BWDTUNE_DB, else in the user's data).")
@@ -237,7 +239,7 @@ def search(
 @_of_a_problem()
 def verify(
     problem: Problem,
-    config: Annotated[str, typer.Option("--config", help="v1, v2, v3, or a configuration's id.")],
+    config: Annotated[str, typer.Option("--config", help=_CONFIG_HELP)],
     arch: Annotated[str | None, typer.Option("--arch", help="host runs it on the CPU (default: the GPU's).")] = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
@@ -251,7 +253,7 @@ def verify(
     if target and target.arch != device.arch:
         raise UsageError(f"the GPU here is {device.name} ({device.arch}): what is compiled for {arch} cannot run")
     checked = check(problem, chosen, device, cache=cache)
-    verdict = f"{chosen.id} {'passed' if checked.passed else f'FAILED: {checked.reason}'}"
+    verdict = f"{short_form(chosen)} {'passed' if checked.passed else f'FAILED: {checked.reason}'}"
     _print(checked.to_dict(), [checked.table(), verdict], as_json)
     return 0 if checked.passed else 1
 
@@ -369,7 +371,7 @@ def roofline(
 @_of_a_problem(_EXAMPLE_SHAPE)
 def inspect_(
     problem: Problem,
-    config: Annotated[str, typer.Option("--config", help="v1, v2, v3, or a configuration's id.")],
+    config: Annotated[str, typer.Option("--config", help=_CONFIG_HELP)],
     arch: ArchOption = None,
     cache: CacheOption = None,
     source: Annotated[bool, typer.Option("--source", help="Print the generated source.")] = False,

@@ -3,7 +3,7 @@
 from .base import Config, Contradiction, Estimate, Parameter, Phase, TileWork, ceil_div
 from .mma import MmaConfig
 from .mmat import TransposedMmaConfig
-from .presets import PRESETS, parse_config, preset_name
+from .presets import PRESETS, parse_config, preset_name, short_form
 from .registry import FAMILIES, config_from_dict
 from .wgmma import WgmmaConfig
 
@@ -23,4 +23,5 @@ __all__ = [
     "config_from_dict",
     "parse_config",
     "preset_name",
+    "short_form",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from ..errors import UsageError
-from .base import Config
+from .base import Config, Value
 from .mma import MmaConfig
 from .mmat import TransposedMmaConfig
 from .registry import parse_id
@@ -45,15 +47,53 @@ def preset_name(config: Config) -> str | None:
     return next((name for name, preset in PRESETS.items() if preset == config), None)
 
 
+def short_form(config: Config) -> str:
+    """A configuration as people write it: the nearest preset and what differs, such as ``w64conv skip_masked=1``.
+
+    `parse_config` takes it back.
+    """
+    kin = {name: _differences(config, preset) for name, preset in PRESETS.items() if type(preset) is type(config)}
+    nearest = min(kin, key=lambda name: len(kin[name]))  # of equals the one that is declared first
+    return " ".join([nearest, *(f"{name}={int(value)}" for name, value in kin[nearest].items())])
+
+
 def parse_config(text: str) -> Config:
-    """A preset's name, such as ``v2``, or a configuration's id.
+    """A configuration by name.
+
+    Args:
+        text: A preset's name, such as ``v2``, or a configuration's id; after it, between spaces or commas, what
+            differs from it: ``stages=2``, ``skip_masked=0``, or ``skip_masked`` for ``skip_masked=1``. A parameter may
+            have the name that it is stored by.
 
     Raises:
-        UsageError: Neither of them, with what would be.
+        UsageError: There is no such configuration, with what there is.
     """
-    config = PRESETS.get(text) or parse_id(text)
+    base, *changes = re.split(r"[\s,]+", text.strip())
+    config = PRESETS.get(base) or parse_id(base)
     if config is None:
         raise UsageError(
-            f"unknown configuration {text!r}: use {', '.join(PRESETS)} or an id such as {PRESETS['v2'].id}"
+            f"unknown configuration {base!r}: use {', '.join(PRESETS)} or an id such as {PRESETS['v2'].id}, "
+            "with what differs from it (skip_masked=0) behind it"
         )
-    return config
+    values = vars(config) | dict(_change(config, change) for change in changes if change)
+    return config.of(values)
+
+
+def _differences(config: Config, preset: Config) -> dict[str, Value]:
+    of_preset = vars(preset)
+    return {name: value for name, value in vars(config).items() if value != of_preset[name]}
+
+
+def _change(config: Config, text: str) -> tuple[str, Value]:
+    name, stated, value = text.partition("=")
+    found = next((one for one in config.parameters.values() if name in (one.name, one.stored)), None)
+    if found is None:
+        known = ", ".join(config.parameters)
+        raise UsageError(f"the {config.family} kernels have no parameter {name!r}: use {known}")
+    if not stated and found.is_flag:
+        return found.name, True
+    numbers = {"true": 1, "false": 0} if found.is_flag else {}
+    if value.lower() not in numbers and not re.fullmatch(r"[0-9]{1,9}", value):
+        raise UsageError(f"{text!r} gives {found.name} no value: write {found.name}={int(found.choices[-1])}")
+    number = numbers[value.lower()] if value.lower() in numbers else int(value)
+    return found.name, found.value_of(number)

@@ -378,7 +378,7 @@ def test_a_search_without_a_gpu_verifies_on_the_cpu_and_predicts(tmp_path: Path,
 
     done = run(*arguments)
     assert done.returncode == 0
-    assert PRESETS["v2"].id in done.stdout
+    assert {"v2", "t64"} <= set(done.stdout.split())
     assert "nothing was timed, and no winner is stored" in done.stdout
     with closing(Store.open(database)) as store:
         assert store.winners() == []

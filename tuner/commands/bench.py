@@ -16,7 +16,7 @@ from ...gen.build.jobs import Variant, build
 from ...gen.device import Device
 from ...gen.emulation import EMULATED, emulation
 from ...gen.errors import BwdtuneError, UsageError
-from ...gen.families import FAMILIES, PRESETS, Config, parse_config
+from ...gen.families import FAMILIES, PRESETS, Config, parse_config, short_form
 from ...gen.problem import Problem
 from ...gen.render import render
 from ...gen.space import refusal
@@ -105,11 +105,11 @@ class BenchReport:
         headings = () if self.emulate else ("Latency", "10 % to 90 %", "Effective TFLOPS", "% of theoretical peak")
         for heading in (*headings, *(CYCLE_HEADINGS if counted else ()), "max error"):
             table.add_column(heading, justify="right")
-        table.add_column("configuration")
+        table.add_column("configuration", overflow="fold")
         for row in self.rows:
             figures = row.to_dict(self.problem, self.device)
             name = f"{row.kernel} (emulated)" if row.emulate else PEERS.get(row.kernel, row.kernel)
-            config = row.config.id if row.config else ""
+            config = short_form(row.config) if row.config else ""
             if row.note:
                 empty = [""] * (len(table.columns) - 3)
                 table.add_row(name, "n/a", *empty, f"{config}: {row.note}" if config else row.note)

@@ -15,7 +15,7 @@ from ... import __version__
 from ...db.records import Winner
 from ...gen.device import HOST_ARCH, device_for_arch
 from ...gen.errors import BwdtuneError, UsageError
-from ...gen.families import Config, preset_name
+from ...gen.families import Config, preset_name, short_form
 from ...gen.problem import Problem
 from ...gen.render import TEMPLATES, Source, environment, render
 from ...gen.space import refusal
@@ -125,7 +125,7 @@ def export_config(problem: Problem, config: Config, arch: str, directory: Path) 
         raise UsageError("an export is CUDA source: choose a GPU's arch, such as sm_120a")
     reason = refusal(problem, config, device)
     if reason is not None:
-        raise UsageError(f"{config.id} is impossible for {problem.label} on {device.arch}: {reason}")
+        raise UsageError(f"{short_form(config)} is impossible for {problem.label} on {device.arch}: {reason}")
     return _write(problem, render(problem, config), device.arch, None, directory)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...db.records import EMULATED, EmulatedBest, Environment, ProblemHistory, StoredMeasurement, Winner
 from ...db.shipped import Shipped
 from ...db.shipped import shipped_to_dict as _shipped_row
-from ...gen.families import preset_name
+from ...gen.families import short_form
 from ...gen.problem import Problem
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def winners_table(winners: Sequence[Winner]) -> Table:
 
     table = Table(title="winners")
     for heading in (*_PROBLEM_HEADINGS, "GPU", "limits", "configuration"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for heading in ("ms", "TFLOPS", "max error"):
         table.add_column(heading, justify="right")
     table.add_column("found")
@@ -59,7 +59,7 @@ def winners_table(winners: Sequence[Winner]) -> Table:
             *_problem_cells(winner.problem),
             winner.environment.gpu.name,
             winner.limits or "-",
-            winner.config.id,
+            short_form(winner.config),
             f"{winner.median_ms:.3f}",
             f"{_tflops(winner):.1f}",
             f"{winner.max_error:.1e}",
@@ -95,7 +95,7 @@ def bests_table(bests: Sequence[EmulatedBest]) -> Table:
 
     table = Table(title="best emulated configurations: not measured on these cards, and used by nothing")
     for heading in (*_PROBLEM_HEADINGS, "emulated", "on", "configuration"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for heading in ("Mcycles", "max error"):
         table.add_column(heading, justify="right")
     table.add_column("found")
@@ -104,7 +104,7 @@ def bests_table(bests: Sequence[EmulatedBest]) -> Table:
             *_problem_cells(best.problem),
             best.target,
             best.environment.gpu.name,
-            best.config.id,
+            short_form(best.config),
             f"{best.cycles / 1e6:.3f}",
             f"{best.max_error:.1e}",
             _found(best),
@@ -129,7 +129,7 @@ def shipped_table(rows: Sequence[Shipped]) -> Table:
 
     table = Table(title="shipped: used where nothing is stored")
     for heading in (*_PROBLEM_HEADINGS, "for", "configuration", "where it comes from"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for heading in ("ms", "Mcycles", "max error"):
         table.add_column(heading, justify="right")
     table.add_column("found")
@@ -137,7 +137,7 @@ def shipped_table(rows: Sequence[Shipped]) -> Table:
         table.add_row(
             *_problem_cells(row.problem),
             row.gpu.name,
-            row.config.id,
+            short_form(row.config),
             row.origin,
             "-" if row.ms is None else f"{row.ms:.3f}",
             "-" if row.cycles is None else f"{row.cycles / 1e6:.3f}",
@@ -174,7 +174,7 @@ def _measurements_table(measurements: Sequence[StoredMeasurement]) -> Table:
     from rich.table import Table
 
     table = Table(title="measurements, fastest first")
-    table.add_column("configuration")
+    table.add_column("configuration", overflow="fold")
     table.add_column("GPU")
     table.add_column("limits")
     for heading in ("ms", "low to high", "Mcycles", "samples", "max error", "registers", "spills, bytes"):
@@ -184,7 +184,7 @@ def _measurements_table(measurements: Sequence[StoredMeasurement]) -> Table:
         record, variant, verification = measurement.record, measurement.variant, measurement.verification
         emulated = record.kind == EMULATED
         table.add_row(
-            preset_name(variant.config) or variant.config.id,
+            short_form(variant.config),
             record.environment.gpu.name,
             f"{record.limits} (emulated)" if emulated else record.limits or "-",
             "-" if emulated else f"{record.median_ms:.3f}",
@@ -204,9 +204,9 @@ def _failures_table(history: ProblemHistory) -> Table:
 
     table = Table(title="failures")
     for heading in ("configuration", "arch", "gate", "reason"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for variant, gate, reason in _failures(history):
-        table.add_row(variant.config.id, variant.arch, gate, reason)
+        table.add_row(short_form(variant.config), variant.arch, gate, reason)
     return table
 
 

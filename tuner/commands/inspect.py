@@ -11,7 +11,7 @@ from ...gen.build.jobs import CompiledResources, Variant, build_one
 from ...gen.build.toolchain import cuobjdump
 from ...gen.device import HOST_ARCH, Device
 from ...gen.errors import BwdtuneError, UsageError
-from ...gen.families import Config, preset_name
+from ...gen.families import Config, preset_name, short_form
 from ...gen.families.base import Estimate
 from ...gen.problem import Problem
 from ...gen.render import render
@@ -78,7 +78,7 @@ class Inspection:
         """The main kernel's figures beside the estimate."""
         from rich.table import Table
 
-        name = preset_name(self.config) or self.config.id
+        name = short_form(self.config)
         kind = f"{self.problem.dtype}, head_dim {self.problem.head_dim}, {self.problem.kind_label}"
         table = Table(title=f"{name}, {kind}, {self.device.arch}")
         table.add_column("main kernel")
@@ -142,7 +142,7 @@ def inspect(problem: Problem, config: Config, device: Device, *, cache: Path | N
         raise UsageError("a build for the host CPU has no registers or occupancy: choose a GPU's arch, such as sm_120a")
     reason = refusal(problem, config, device)
     if reason is not None:
-        raise UsageError(f"{config.id} is impossible for {problem.label} on {device.arch}: {reason}")
+        raise UsageError(f"{short_form(config)} is impossible for {problem.label} on {device.arch}: {reason}")
     variant = build_one(render(problem, config), device.arch, cache=cache)
     if variant.library is None or variant.resources is None:
         raise BwdtuneError(f"{config.id}: the build reports no ptxas figures; its log is {variant.log}")

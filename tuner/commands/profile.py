@@ -21,7 +21,7 @@ from ...gen.build.jobs import build_one
 from ...gen.build.toolchain import find_nvcc
 from ...gen.device import Device
 from ...gen.errors import BwdtuneError, UsageError
-from ...gen.families import Config
+from ...gen.families import Config, short_form
 from ...gen.problem import Problem
 from ...gen.render import render
 from ...gen.space import refusal
@@ -225,7 +225,7 @@ def profile(
     """
     reason = refusal(problem, config, device)
     if reason is not None:
-        raise UsageError(f"{config.id} is impossible for {problem.label} on {device.arch}: {reason}")
+        raise UsageError(f"{short_form(config)} is impossible for {problem.label} on {device.arch}: {reason}")
     ncu = find_ncu()
     variant = build_one(render(problem, config), device.arch, cache=cache)
     target = [sys.executable, "-m", f"{__package__}.profile_target", str(variant.library), json.dumps(asdict(problem))]

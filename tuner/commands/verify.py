@@ -10,7 +10,7 @@ from ...db.records import VerificationRecord
 from ...gen.build.jobs import build_one
 from ...gen.device import HOST_ARCH, Device
 from ...gen.errors import UsageError
-from ...gen.families import Config
+from ...gen.families import Config, short_form
 from ...gen.problem import Problem
 from ...gen.render import render
 from ...gen.space import refusal
@@ -64,7 +64,7 @@ class Check:
         """Relative L2 errors, each beside PyTorch's on the same input."""
         from rich.table import Table
 
-        table = Table(title=f"{self.config.id} on {self.device.name}: relative errors, and PyTorch's")
+        table = Table(title=f"{short_form(self.config)} on {self.device.name}: relative errors, and PyTorch's")
         table.add_column("case")
         for gradient in _GRADIENTS:
             table.add_column(gradient, justify="right")
@@ -91,7 +91,7 @@ def check(problem: Problem, config: Config, device: Device, *, cache: Path | Non
     """
     reason = refusal(problem, config, device)
     if reason is not None:
-        raise UsageError(f"{config.id} is impossible for {problem.label} on {device.arch}: {reason}")
+        raise UsageError(f"{short_form(config)} is impossible for {problem.label} on {device.arch}: {reason}")
     variant = build_one(render(problem, config), device.arch, cache=cache)
     on_host = device.arch == HOST_ARCH
     with Worker("cpu" if on_host else "cuda:0") as worker:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...db.records import Environment
 from ...gen.device import Device
 from ...gen.emulation import emulation
-from ...gen.families import Config
+from ...gen.families import Config, short_form
 from ...gen.problem import Problem
 from .tensor_activity import tensor_activity
 
@@ -228,7 +228,7 @@ class SearchResult:
             title += f", within the limits of {self.limits}"
         table = Table(title=title, title_justify="left")
         table.add_column("kernel")
-        table.add_column("configuration")
+        table.add_column("configuration", overflow="fold")
         measured = self.environment is not None
         if not measured:
             headings = ["predicted Mcycles" if self.emulate else "predicted ms", "max error", "occupancy"]
@@ -242,7 +242,7 @@ class SearchResult:
             figures = self._measured_cells(row) if measured else self._predicted_cells(row)
             table.add_row(
                 f"{row.kernel} (emulated)" if row.emulate else row.kernel,
-                row.config.id if row.config else row.note,
+                short_form(row.config) if row.config else row.note,
                 *figures,
                 _cell(row.registers, "{}"),
                 _cell(row.spill_bytes, "{:,}"),
@@ -255,7 +255,8 @@ class SearchResult:
     def summary(self) -> list[str]:
         """What was tried, what fell where and why, and where the time went: lines for people."""
         counts, lines = self.counts, list(self.notes)
-        lines += [f"{row.kernel} ({row.config.id}): {row.note}" for row in self.rows if row.config and row.note]
+        noted = [(row, row.config) for row in self.rows if row.config and row.note]
+        lines += [f"{row.kernel} ({short_form(config)}): {row.note}" for row, config in noted]
         ways = {
             "measured": counts.measured,
             f"passed ({counts.verified} verified on the CPU)": counts.passed,
@@ -273,7 +274,7 @@ class SearchResult:
             lines.append("space exhausted: every valid configuration is settled")
         lines += [f"  {count:>6,} x {reason}" for reason, count in self.arithmetic_refusals.items()]
         for config, reason in self.failures[:_SHOWN_FAILURES]:
-            lines.append(f"  {config.id}: {reason}")
+            lines.append(f"  {short_form(config)}: {reason}")
         if len(self.failures) > _SHOWN_FAILURES:
             lines.append(f"  … and {len(self.failures) - _SHOWN_FAILURES} more: `tuner show` or --json lists them all")
         total = self.seconds["total"]
@@ -359,7 +360,7 @@ class Status:
         if self.best:
             config, cost = self.best
             cost_text = f"{cost / 1e6:.3f} Mcycles, emulated," if self.emulated else f"{cost:.3f} ms"
-            best = f"best {cost_text} {config.id}"
+            best = f"best {cost_text} {short_form(config)}"
         return f"{best} | measured {counts.measured + counts.stored}, {fallen}"
 
 
@@ -393,7 +394,7 @@ class PlainProgress:
 
     def update(self, status: Status) -> None:
         if status.last and status.last[1]:
-            self.notice(f"{status.last[0].id}: {status.last[1]}")
+            self.notice(f"{short_form(status.last[0])}: {status.last[1]}")
         now = time.monotonic()
         if (
             status.phase != self._phase
@@ -433,7 +434,7 @@ class BarProgress:
 
     def update(self, status: Status) -> None:
         if status.last and status.last[1]:
-            self.notice(f"{status.last[0].id}: {status.last[1]}")
+            self.notice(f"{short_form(status.last[0])}: {status.last[1]}")
         self._bar.update(self._task, description=status.phase, total=status.total, completed=status.counts.decided)
         self._status.plain = status.text()
 

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bwdtune.gen.errors import UsageError
-from bwdtune.gen.families import FAMILIES, PRESETS, Config, MmaConfig, config_from_dict, parse_config, preset_name
+from bwdtune.gen.families import (
+    FAMILIES,
+    PRESETS,
+    Config,
+    MmaConfig,
+    config_from_dict,
+    parse_config,
+    preset_name,
+    short_form,
+)
 
 configs = st.one_of(
     st.builds(family, **{name: st.sampled_from(choices) for name, choices in family.choices.items()})  # type: ignore[arg-type]
@@ -27,6 +36,65 @@ def test_an_id_names_one_configuration(config: Config) -> None:
 def test_what_is_stored_is_what_is_read(config: Config) -> None:
     assert config_from_dict(config.to_stored()) == config
     assert config_from_dict(config.to_dict()) == config
+
+
+@given(configs)
+def test_what_is_shown_is_taken_back(config: Config) -> None:
+    shown = short_form(config)
+    assert parse_config(shown) == config
+    assert parse_config(shown.replace(" ", ",")) == config
+    assert shown.split()[0] in PRESETS
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("v2", "v2"),
+        ("w64conv skip_masked", "w64conv skip_masked=1"),
+        ("w64conv,skip_masked=true,l2_head_group=16", "w64conv skip_masked=1 l2_head_group=16"),
+        ("w64 lag_dq=1", "w64 dq_delayed=1"),  # an old name
+        ("w64 dq_delayed=1 dq_delayed=0", "w64"),
+        ("v1 block_q=32 stages=2", "v3"),
+        (PRESETS["t64"].id + " q_stages=3", "t64 q_stages=3"),
+    ],
+)
+def test_a_configuration_is_a_preset_and_what_differs(text: str, shown: str) -> None:
+    assert short_form(parse_config(text)) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("v2 stage=2", "the mma kernels have no parameter 'stage': use block_q, block_kv"),
+        ("v2 stages", "'stages' gives stages no value: write stages=3"),
+        ("v2 stages=two", "gives stages no value"),
+        ("v2 stages=-1", "gives stages no value"),
+        ("v2 stages=4", "stages is 4: it must be one of 1, 2, 3"),
+        ("w64 skip_masked=2", "skip_masked is 2: it must be one of False, True"),
+        ("w65 skip_masked=0", "unknown configuration 'w65'"),
+    ],
+)
+def test_what_differs_must_be_a_value_of_a_parameter(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_config(text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_name_is_taken_twice(family: str) -> None:
+    parameters = FAMILIES[family].parameters
+    names = [name for one in parameters.values() for name in {one.name, one.stored}]
+    assert len(names) == len(set(names))
+    assert len({one.short for one in parameters.values()}) == len(parameters)
+
+
+def test_a_name_of_before_is_still_read_and_still_written() -> None:
+    """Rows that were stored before a parameter got its name stay the same configurations, in both directions."""
+    stored = {**PRESETS["w64lag"].to_dict(), "lag_dq": True, "copies": 1}
+    del stored["dq_delayed"], stored["code_copies"]
+    assert config_from_dict(stored) == PRESETS["w64lag"]
+    assert {"lag_dq", "fold_statistics", "head_group"} <= PRESETS["w64lag"].to_stored().keys()
+    with pytest.raises(UsageError, match="lag_dq"):
+        config_from_dict({**stored, "dq_delayed": True})
 
 
 def test_presets_are_the_write_ups_kernels() -> None:

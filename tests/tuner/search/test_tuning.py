@@ -41,7 +41,7 @@ from bwdtune.gen.build.jobs import Variant, build
 from bwdtune.gen.build.toolchain import ToolchainError, find_compiler
 from bwdtune.gen.device import H200, HOST, RTX_5090
 from bwdtune.gen.errors import UsageError
-from bwdtune.gen.families import PRESETS, Config, parse_config
+from bwdtune.gen.families import PRESETS, Config, parse_config, short_form
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
 from bwdtune.gen.space import refusal, valid_configs
@@ -922,7 +922,7 @@ def test_progress_tells_the_best_so_far_and_what_fell(database: Path, terminal: 
     assert "12/12" in text
     assert f"best {result.winner.ms:.3f} ms" in text
     assert f"failed {result.counts.failed}" in text
-    assert all(f"{config.id}: {reason}" in text for config, reason in result.failures)
+    assert all(f"{short_form(config)}: {reason}" in text for config, reason in result.failures)
     assert ("\x1b[" in text) == terminal
 
 

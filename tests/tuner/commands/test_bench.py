@@ -439,7 +439,7 @@ def test_families_of_one_group_have_one_name(store, monkeypatch):
         path = opened.url.database
     with closing(Store.open(path)) as opened:
         variant_id = opened.record_variant(
-            SEED, VariantRecord(other, "source", template_hash(other.family), "sm_90a", "13.0.88")
+            SEED, VariantRecord(other, "source", template_hash("mma"), "sm_90a", "13.0.88")
         )
         opened.record_verification(SEED, variant_id, GOOD)
         opened.record_measurement(SEED, variant_id, MeasurementRecord(ENVIRONMENT, "race", 7.0, 7.0, 7.0, 40))

@@ -7,6 +7,7 @@ holds on it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -239,6 +240,19 @@ def choose_journal(path: Path) -> None:
             connection.close()
     except sqlite3.OperationalError as error:
         _log.info("%s keeps its journal mode: %s", path, error)
+
+
+def fold_log(path: Path) -> None:
+    """Writes what a file's log holds (``-wal``) into the file, and empties the log.
+
+    SQLite does so when the last connection closes; of two that close at once each may take the other for the last one.
+    Nothing worth failing for: who comes next reads the log.
+    """
+    try:
+        with contextlib.closing(connect_sqlite(path, "rw")) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.Error as error:
+        _log.info("%s keeps its log: %s", path, error)
 
 
 def network_file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:

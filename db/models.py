@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 VERSION_TABLE = "bwdtune_schema_version"
 """Alembic's version table. Not Alembic's own name for it: Optuna keeps its `alembic_version` in the same database."""
 
-SCHEMA = "0003"
+SCHEMA = "0004"
 """The schema of this version of the program: the newest revision in `migrations`."""
 
 # CHECKs cannot name infinity portably. NaN fails as well: SQLite makes it NULL, PostgreSQL puts it above all numbers.
@@ -128,6 +128,9 @@ class VariantRow(Base):
     deterministic: Mapped[bool] = mapped_column(server_default=sa.false())
     source_hash: Mapped[str] = mapped_column(sa.String(64))
     template_hash: Mapped[str] = mapped_column(sa.String(64))
+    machine_code: Mapped[str | None] = mapped_column(sa.String(64))
+    """`gen.build.machine_code`: NULL for the target `host`, where nothing was compiled, and in what was stored before
+    there was such a hash."""
     arch: Mapped[str] = mapped_column(sa.String(32))
     toolchain: Mapped[str] = mapped_column(sa.String(64))
     status: Mapped[str] = mapped_column(sa.String(16))
@@ -179,6 +182,8 @@ class MeasurementRow(Base):
         sa.CheckConstraint("kind IN ('measured', 'emulated')", name="kind"),
         sa.CheckConstraint(f"cycles IS NULL OR ({_TIME.format('cycles')})", name="cycles"),
         sa.CheckConstraint("kind = 'measured' OR (cycles IS NOT NULL AND limits <> '')", name="emulated"),
+        sa.CheckConstraint(f"default_ms IS NULL OR ({_TIME.format('default_ms')})", name="default_ms"),
+        sa.CheckConstraint("default_ms IS NULL OR default_kernel IS NOT NULL", name="default_kernel"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -202,6 +207,10 @@ class MeasurementRow(Base):
     created_at: Mapped[datetime]
     cycles: Mapped[float | None]
     """Of the main kernel on the longest SM; what emulated ones are ranked by."""
+    default_ms: Mapped[float | None]
+    """Of PyTorch's default backward in the same race."""
+    default_kernel: Mapped[str | None] = mapped_column(sa.String(64))
+    """Which kernel that was: `records.NO_FUSED_BACKWARD` where PyTorch has none, NULL where nobody looked."""
 
 
 def _best_of(kind: str) -> tuple[sa.schema.SchemaItem, ...]:

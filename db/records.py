@@ -14,6 +14,8 @@ from .errors import InvalidRecord
 MEASURED = "measured"
 EMULATED = "emulated"
 VARIANT_STATUSES = ("ok", "failed", "timeout")
+NO_FUSED_BACKWARD = "none"
+"""The name of PyTorch's default kernel where it has none for a problem, such as one with a softcap."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class VariantRecord:
         shared_memory_bytes: Shared memory a block.
         threads: Threads a block.
         compile_seconds: Wall time of the compiler.
+        machine_code: Hash of its machine code (`gen.build.machine_code`); None for the target ``host``, where nothing
+            was compiled, and in what was stored before there was such a hash.
     """
 
     config: Config
@@ -81,6 +85,7 @@ class VariantRecord:
     shared_memory_bytes: int | None = None
     threads: int | None = None
     compile_seconds: float | None = None
+    machine_code: str | None = None
 
     def __post_init__(self) -> None:
         if self.status not in VARIANT_STATUSES:
@@ -125,6 +130,9 @@ class MeasurementRecord:
         kind: ``measured`` on the card, or ``emulated`` (which can never win).
         cycles: Median of the main kernel's cycles on the longest SM, where they were counted; an emulated one has them,
             and its times say nothing of the card that it stands for.
+        default_ms: Median time of PyTorch's default backward of the problem in the same race, where it ran.
+        default_kernel: The kernel that PyTorch chose: ``cudnn``, ``flash``, ``efficient`` or ``math``;
+            `NO_FUSED_BACKWARD` where it has none, and None where nobody looked.
 
     Raises:
         InvalidRecord: A time or a number of cycles is not positive and finite, the median lies outside its interval, or
@@ -141,8 +149,14 @@ class MeasurementRecord:
     limits: str | None = None
     kind: str = MEASURED
     cycles: float | None = None
+    default_ms: float | None = None
+    default_kernel: str | None = None
 
     def __post_init__(self) -> None:
+        if self.default_ms is not None and not (math.isfinite(self.default_ms) and self.default_ms > 0):
+            raise InvalidRecord(f"not a time of PyTorch's default: {self.default_ms} ms")
+        if self.default_ms is not None and self.default_kernel is None:
+            raise InvalidRecord("a time of PyTorch's default needs the name of its kernel")
         if self.cycles is not None and not (math.isfinite(self.cycles) and self.cycles > 0):
             raise InvalidRecord(f"not a number of cycles: {self.cycles}")
         if self.kind == EMULATED and (self.cycles is None or self.limits is None):
@@ -217,6 +231,10 @@ class Winner:
         policy: How it was timed.
         limits: As `MeasurementRecord.limits`.
         created_at: UTC.
+        machine_code: Hash of the machine code that was verified and timed; None in what was stored before there was
+            such a hash.
+        default_ms: As `MeasurementRecord.default_ms`.
+        default_kernel: As `MeasurementRecord.default_kernel`.
     """
 
     problem: Problem
@@ -235,6 +253,19 @@ class Winner:
     policy: str
     limits: str | None
     created_at: datetime
+    machine_code: str | None = None
+    default_ms: float | None = None
+    default_kernel: str | None = None
+
+    @property
+    def advantage(self) -> float | None:
+        """How many times as fast as PyTorch's default it was in the same race; None where that did not run."""
+        return self.default_ms / self.median_ms if self.default_ms else None
+
+    @property
+    def beats_default(self) -> bool | None:
+        """Whether it was faster than PyTorch's default; None where that did not run."""
+        return None if self.advantage is None else self.advantage > 1
 
 
 @dataclass(frozen=True)

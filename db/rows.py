@@ -186,6 +186,7 @@ def outcome_columns(variant: VariantRecord) -> dict[str, Any]:
     """What compiling the same source once more may change."""
     return {
         "template_hash": variant.template_hash,
+        "machine_code": variant.machine_code,
         "status": variant.status,
         "error": variant.error,
         "registers": variant.registers,
@@ -212,6 +213,7 @@ def variant_record(row: VariantRow, configuration: ConfigurationRow) -> VariantR
         shared_memory_bytes=row.shared_memory_bytes,
         threads=row.threads,
         compile_seconds=row.compile_seconds,
+        machine_code=row.machine_code,
     )
 
 
@@ -265,6 +267,8 @@ def measurement_columns(measurement: MeasurementRecord) -> dict[str, Any]:
         "samples": measurement.samples,
         "clock_mhz": measurement.clock_mhz,
         "cycles": measurement.cycles,
+        "default_ms": measurement.default_ms,
+        "default_kernel": measurement.default_kernel,
     }
 
 
@@ -302,6 +306,8 @@ def _measurement(row: MeasurementRow, arch: str) -> MeasurementRecord:
         limits=row.limits or None,
         kind=row.kind,
         cycles=row.cycles,
+        default_ms=row.default_ms,
+        default_kernel=row.default_kernel,
     )
 
 
@@ -351,6 +357,9 @@ def winner_record(
         policy=measured.policy,
         limits=measured.limits,
         created_at=row.created_at.replace(tzinfo=timezone.utc),
+        machine_code=compiled.machine_code,
+        default_ms=measured.default_ms,
+        default_kernel=measured.default_kernel,
     )
 
 

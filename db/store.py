@@ -15,10 +15,11 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ..gen import paths
-from ..gen.device import Device
+from ..gen.device import Device, device_for_arch
 from ..gen.errors import BwdtuneError
 from ..gen.families import Config
 from ..gen.problem import Problem
+from ..gen.render import render
 from . import connect, migrate, rows
 from .errors import (
     CorruptDatabase,
@@ -101,10 +102,17 @@ class Store:
         return Store, (self.url, self.read_only)
 
     def close(self) -> None:
-        """Closes this process's connections; the next call opens new ones."""
+        """Closes this process's connections; the next call opens new ones.
+
+        SQLite's log is folded into the file, so that the file alone, copied, has all that was stored.
+        """
         engine = self._engines.pop(os.getpid(), None)
-        if engine:
-            engine.dispose()
+        if engine is None:
+            return
+        engine.dispose()
+        path = connect.sqlite_path(self.url)
+        if path and not self.read_only:
+            connect.fold_log(path)
 
     def optuna_storage(self) -> optuna.storages.RDBStorage:
         """Optuna's storage in the same database.
@@ -233,13 +241,21 @@ class Store:
         *,
         policy: str,
         source_hash: str,
+        machine_code: str | None = None,
         kind: str = MEASURED,
     ) -> StoredMeasurement | None:
-        """The newest measurement of the same thing, verified, under the same conditions, so that nobody repeats it."""
+        """The newest measurement of the same thing, verified, under the same conditions, so that nobody repeats it.
+
+        The same is what has this source, or this machine code: other text may come to the same kernel.
+        """
+        same = [VariantRow.source_hash == source_hash]
+        if machine_code:
+            same.append(VariantRow.machine_code == machine_code)
         conditions = [
             *rows.equal(ProblemRow, **rows.identity_of(problem)),
             *rows.equal(ConfigurationRow, name=rows.config_name(config)),
-            *rows.equal(VariantRow, source_hash=source_hash, arch=environment.arch),
+            *rows.equal(VariantRow, arch=environment.arch),
+            sa.or_(*same),
             *rows.equal(MeasurementRow, kind=kind, **rows.condition_columns(environment, policy, limits)),
         ]
         found = self._read(rows.select_measurements(*conditions), rows.stored_measurement)
@@ -258,11 +274,11 @@ class Store:
     ) -> bool:
         """Proposes a winner; the better of it and the present one stays, in whatever order processes come.
 
-        The present winner counts with its newest measurement under the challenger's conditions: policy, toolkit and
-        templates. A race that includes it and stores its time thus decides between them. Where it has none, the two
-        cannot be compared, and the challenger wins, which can be built and timed today. One of an interrupted search
-        does not replace that of a whole one so easily, unless the templates have changed: then nobody can use the
-        present winner any more.
+        The present winner counts with its newest measurement under the challenger's conditions (policy and toolkit),
+        of the kernel that this version makes of its configuration. A race that includes it and stores its time thus
+        decides between them. Where it has none, the two cannot be compared, and the challenger wins, which can be built
+        and timed today. One of an interrupted search does not replace that of a whole one so easily, unless this
+        version makes another kernel of the present winner's configuration: then nobody can use it any more.
 
         Args:
             problem: The problem.
@@ -334,7 +350,7 @@ class Store:
             }
             _refuse_loser(session, key, measurement, verification, kind)
             present = session.scalars(sa.select(best).where(*rows.equal(best, **key)).with_for_update()).one_or_none()
-            if present and not _beats(session, measurement, partial, present):
+            if present and not _beats(session, measurement, partial, present, problem):
                 return False
             row = present or best(**key)
             row.variant_id = measurement.variant_id
@@ -512,7 +528,7 @@ def _refuse_loser(
             raise NotAWinner(f"this cannot be the winner: {reason}")
 
 
-def _beats(session: Session, challenger: MeasurementRow, partial: bool, present: BestRow) -> bool:
+def _beats(session: Session, challenger: MeasurementRow, partial: bool, present: BestRow, problem: Problem) -> bool:
     """Whether a measurement is better than the present winner; see `Store.set_winner`.
 
     Of emulated ones cycles decide.
@@ -524,21 +540,18 @@ def _beats(session: Session, challenger: MeasurementRow, partial: bool, present:
     if mine is None or its is None or configuration is None:
         raise AssertionError("the schema's foreign keys see to that")
     try:
-        rows.config_of(configuration)
+        config = rows.config_of(configuration)
     except InvalidRecord:
         return True  # no lookup would hand it out
-    yields = present.partial or not partial or its.template_hash != mine.template_hash
+    emulate = present.limits if challenger.kind == EMULATED else None
+    todays = _variants_of_today(session, its, problem, config, emulate)
+    yields = present.partial or not partial or its.id not in todays
     if mine.configuration_id == its.configuration_id:
         return yields and challenger.id >= present.measurement_id  # the same one, with its newest time
     its_best = session.scalars(
         sa.select(column)
-        .join(VariantRow, VariantRow.id == MeasurementRow.variant_id)
         .where(
-            *rows.equal(
-                VariantRow,
-                configuration_id=its.configuration_id,
-                template_hash=mine.template_hash,  # of the same problem, and so of the same kind
-            ),
+            MeasurementRow.variant_id.in_(todays),
             *rows.equal(
                 MeasurementRow,
                 **{
@@ -554,3 +567,22 @@ def _beats(session: Session, challenger: MeasurementRow, partial: bool, present:
     if its_best is None or mine_best is None:
         return yields
     return mine_best < its_best
+
+
+def _variants_of_today(
+    session: Session, variant: VariantRow, problem: Problem, config: Config, emulate: str | None
+) -> set[int]:
+    """The stored variants of a configuration that are the kernel which this version makes of it.
+
+    That is what has the source that it renders to, and what has the machine code of such a one.
+    """
+    try:
+        source_hash = render(problem, config, emulate=emulate, card=device_for_arch(variant.arch)).hash
+    except BwdtuneError:
+        return set()  # a configuration, or a target, that this version makes no kernel of
+    alike = rows.equal(
+        VariantRow, configuration_id=variant.configuration_id, arch=variant.arch, **rows.kind_of(problem)
+    )
+    variants = session.scalars(sa.select(VariantRow).where(*alike)).all()
+    codes = {one.machine_code for one in variants if one.source_hash == source_hash and one.machine_code}
+    return {one.id for one in variants if one.source_hash == source_hash or one.machine_code in codes}

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from bwdtune.db.records import Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
+from bwdtune.db.records import EMULATED, Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
 from bwdtune.db.store import Store
 from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render
 
 PROBLEM = Problem.parse("8_16_4096_128", causal=True)
 H200 = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.13.0")
@@ -31,10 +32,12 @@ class Examples:
     environment = H200
     gpu = H200.gpu
 
-    def variant(self, config: Config = PRESETS["v2"], problem: Problem = PROBLEM, **changes: Any) -> int:
+    def variant(
+        self, config: Config = PRESETS["v2"], problem: Problem = PROBLEM, emulate: str | None = None, **changes: Any
+    ) -> int:
         record = VariantRecord(
             config=config,
-            source_hash="0123456789abcdef",
+            source_hash=render(problem, config, emulate=emulate).hash,
             template_hash="fedcba9876543210",
             arch="sm_90a",
             toolchain="13.0.88",
@@ -44,6 +47,7 @@ class Examples:
             shared_memory_bytes=81_920,
             threads=256,
             compile_seconds=12.5,
+            machine_code="0011223344556677",
         )
         return self.store.record_variant(problem, replace(record, **changes))
 
@@ -59,7 +63,7 @@ class Examples:
         self, config: Config = PRESETS["v2"], median_ms: float = 5.0, problem: Problem = PROBLEM, **changes: Any
     ) -> tuple[int, int]:
         """The ids of the measurement and the verification of a variant that may win."""
-        variant = self.variant(config, problem)
+        variant = self.variant(config, problem, changes["limits"] if changes.get("kind") == EMULATED else None)
         verification = self.verification(variant, problem)
         return self.measurement(variant, median_ms, problem, **changes), verification
 

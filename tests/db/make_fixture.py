@@ -17,7 +17,15 @@ from pathlib import Path
 import optuna
 
 from bwdtune.db.models import SCHEMA
-from bwdtune.db.records import EMULATED, Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
+from bwdtune.db.records import (
+    EMULATED,
+    NO_FUSED_BACKWARD,
+    Environment,
+    GpuKey,
+    MeasurementRecord,
+    VariantRecord,
+    VerificationRecord,
+)
 from bwdtune.db.store import Store
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
@@ -33,18 +41,36 @@ def main() -> None:
     other = replace(square, heads_kv=4, seqlen_kv=8192, dtype="fp16", causal=False)
     featured = replace(square, window_left=512, bottom_right=True, softcap=True, varlen=True, deterministic=True)
     for problem in (square, other, featured):
-        for time_ms, name in enumerate(("v1", "v2", "v3"), 4):
+        for time_ms, name in ((6, "v3"), (5, "v2"), (4, "v1")):  # their sources are nobody's: the last one wins
             variant = store.record_variant(
                 problem,
                 VariantRecord(
-                    PRESETS[name], f"source of {name}", "templates", "sm_90a", "13.0.88", registers=168, threads=256
+                    PRESETS[name],
+                    f"source of {name}",
+                    "templates",
+                    "sm_90a",
+                    "13.0.88",
+                    registers=168,
+                    threads=256,
+                    machine_code=f"machine code of {name}",
                 ),
             )
             verification = store.record_verification(
                 problem, variant, VerificationRecord(True, 2e-3, {"normal": {"dq": 2e-3}})
             )
             measurement = store.record_measurement(
-                problem, variant, MeasurementRecord(environment, "search-1", time_ms, time_ms - 0.1, time_ms + 0.1, 20)
+                problem,
+                variant,
+                MeasurementRecord(
+                    environment,
+                    "search-1",
+                    time_ms,
+                    time_ms - 0.1,
+                    time_ms + 0.1,
+                    20,
+                    default_ms=None if problem.softcap else 4.5,
+                    default_kernel=NO_FUSED_BACKWARD if problem.softcap else "cudnn",
+                ),
             )
             store.set_winner(problem, environment, None, measurement, verification)
     emulated = replace(square, batch=1)

@@ -30,13 +30,15 @@ from bwdtune.db.records import *
 from bwdtune.db.store import Store
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render
 
 problem = Problem.parse("8_16_4096_128", causal=True)
 environment = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.13.0")
 store = Store.open(sys.argv[1])
 
 def contender(config, time_ms):
-    variant = store.record_variant(problem, VariantRecord(config, "source", "templates", "sm_90a", "13.0.88"))
+    source = render(problem, config).hash
+    variant = store.record_variant(problem, VariantRecord(config, source, "templates", "sm_90a", "13.0.88"))
     verification = store.record_verification(problem, variant, VerificationRecord(True, 2e-3))
     record = MeasurementRecord(environment, "search-1", time_ms, time_ms, time_ms, 20)
     return store.record_measurement(problem, variant, record), verification
@@ -306,3 +308,20 @@ def test_opening_what_is_there_loads_neither_alembic_nor_optuna(with_winner: Any
     path = with_winner.store.url.database
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_copy_of_the_file_alone_has_what_a_closed_store_wrote(database: Path, tmp_path: Path) -> None:
+    """Also where another search has it open: none of two that end together is the last one for SQLite."""
+    with contextlib.closing(Store.open(database)) as other:
+        assert other.winners() == []  # a connection that stays open
+        processes = [
+            start(
+                "store.set_winner(problem, environment, None, *contender(PRESETS['v1'], 4.0)); store.close()", database
+            )
+        ]
+        finish(processes)
+        copy = tmp_path / "copy.sqlite"
+        copy.write_bytes(database.read_bytes())
+        with contextlib.closing(Store.open(copy, read_only=True)) as found:
+            assert [winner.median_ms for winner in found.winners()] == [4.0]
+        assert not database.with_name(f"{database.name}-wal").stat().st_size

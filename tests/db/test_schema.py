@@ -127,6 +127,7 @@ def test_what_is_no_time_cannot_be_written(examples: Any, raw: Any, column: str,
         ("measurements", "kind", "emulated"),  # without cycles
         ("measurements", "cycles", float("inf")),
         ("measurements", "limits", None),
+        ("measurements", "default_ms", 4.0),  # of which kernel?
         ("variants", "status", "maybe"),
         ("verifications", "max_error", None),
         ("verifications", "max_error", float("inf")),

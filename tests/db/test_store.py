@@ -15,13 +15,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bwdtune.db.errors import InvalidRecord, NotAWinner
-from bwdtune.db.records import EMULATED, Environment, GpuKey, MeasurementRecord, VariantRecord, VerificationRecord
+from bwdtune.db.records import (
+    EMULATED,
+    NO_FUSED_BACKWARD,
+    Environment,
+    GpuKey,
+    MeasurementRecord,
+    VariantRecord,
+    VerificationRecord,
+)
 from bwdtune.db.store import Store
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.families import FAMILIES, PRESETS, Config, config_from_dict
 from bwdtune.gen.problem import ELEMENT_BYTES, Problem
+from bwdtune.gen.render import render
 
+PROBLEM = Problem.parse("8_16_4096_128", causal=True)
 OTHER_PROBLEMS = {
     "dtype": "fp16",
     "batch": 4,
@@ -39,6 +49,11 @@ OTHER_PROBLEMS = {
 }
 
 
+def source_hash() -> str:
+    """Of the variant that `Examples` stores unless told otherwise."""
+    return render(PROBLEM, PRESETS["v2"]).hash
+
+
 def test_a_winner_comes_back_as_it_was_stored(any_examples: Any) -> None:
     before = datetime.now(timezone.utc)
     assert any_examples.propose(any_examples.contender(median_ms=4.25), partial=True)
@@ -50,7 +65,8 @@ def test_a_winner_comes_back_as_it_was_stored(any_examples: Any) -> None:
         PRESETS["v2"],
         any_examples.environment,
     )
-    assert (winner.source_hash, winner.template_hash) == ("0123456789abcdef", "fedcba9876543210")
+    assert (winner.source_hash, winner.template_hash) == (source_hash(), "fedcba9876543210")
+    assert winner.machine_code == "0011223344556677"
     assert (winner.median_ms, winner.low_ms, winner.high_ms) == (4.25, 4.25 * 0.99, 4.25 * 1.01)
     assert (winner.max_error, winner.policy, winner.limits, winner.partial) == (2e-3, "search-1", None, True)
     assert (winner.registers, winner.spill_bytes, winner.shared_memory_bytes) == (168, 0, 81_920)
@@ -114,18 +130,45 @@ def test_a_winner_that_wins_again_shows_its_newest_time(any_examples: Any) -> No
     assert any_examples.store.winner(any_examples.problem, any_examples.gpu).median_ms == 5.4
 
 
-@pytest.mark.parametrize("changed", ["policy", "toolkit", "template_hash"])
+@pytest.mark.parametrize("changed", ["policy", "toolkit", "kernel"])
 def test_a_time_from_other_conditions_does_not_block_a_winner(any_examples: Any, changed: str) -> None:
-    old = any_examples.variant(PRESETS["v1"], **({changed: "old"} if changed == "template_hash" else {}))
+    other_kernel = {"source_hash": "old", "machine_code": "old"} if changed == "kernel" else {}
+    old = any_examples.variant(PRESETS["v1"], **other_kernel)
     environment = replace(any_examples.environment, **({changed: "12.8.93"} if changed == "toolkit" else {}))
     policy = "search-0" if changed == "policy" else "search-1"
     verified = any_examples.verification(old)
     any_examples.propose((any_examples.measurement(old, 4.0, environment=environment, policy=policy), verified))
 
     challenger = any_examples.contender(PRESETS["v2"], 5.0)
-    useless = changed == "template_hash"
+    useless = changed == "kernel"
     assert any_examples.propose(challenger, partial=True) == useless, "a whole search's winner is not lost to Ctrl-C"
     assert any_examples.propose(challenger)
+
+
+def test_a_winner_of_other_text_counts_where_its_machine_code_is_the_same(any_examples: Any) -> None:
+    old = any_examples.variant(PRESETS["v1"], source_hash="the text of before")
+    any_examples.propose((any_examples.measurement(old, 4.0), any_examples.verification(old)))
+    any_examples.variant(PRESETS["v1"])  # today's text, which was compiled to the same
+    assert not any_examples.propose(any_examples.contender(PRESETS["v2"], 5.0))
+    assert any_examples.propose(any_examples.contender(PRESETS["v2"], 3.9))
+
+
+@pytest.mark.parametrize(
+    ("default", "advantage", "beats"),
+    [
+        ({}, None, None),
+        ({"default_ms": 6.0, "default_kernel": "cudnn"}, 1.2, True),
+        ({"default_ms": 4.0, "default_kernel": "flash"}, 0.8, False),
+        ({"default_kernel": NO_FUSED_BACKWARD}, None, None),
+    ],
+)
+def test_a_winner_knows_whether_it_beats_pytorchs_default(
+    any_examples: Any, default: dict[str, Any], advantage: float | None, beats: bool | None
+) -> None:
+    any_examples.propose(any_examples.contender(median_ms=5.0, **default))
+    winner = any_examples.store.winner(any_examples.problem, any_examples.gpu)
+    assert (winner.advantage, winner.beats_default) == (advantage, beats)
+    assert winner.default_kernel == default.get("default_kernel")
 
 
 def test_an_interrupted_search_wins_by_its_time(any_examples: Any) -> None:
@@ -256,7 +299,14 @@ def test_what_is_no_time_is_refused(field: str, time: float) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"low_ms": 5.5}, {"high_ms": 4.5}, {"samples": 0}, {"kind": "guessed"}],
+    [
+        {"low_ms": 5.5},
+        {"high_ms": 4.5},
+        {"samples": 0},
+        {"kind": "guessed"},
+        {"default_ms": math.nan, "default_kernel": "cudnn"},
+        {"default_ms": 5.0},
+    ],
     ids=lambda changes: str(changes),
 )
 def test_figures_that_contradict_each_other_are_refused(changes: dict[str, Any]) -> None:
@@ -283,7 +333,7 @@ class TestMeasurementFor:
             "environment": examples.environment,
             "limits": None,
             "policy": "search-1",
-            "source_hash": "0123456789abcdef",
+            "source_hash": source_hash(),
         }
         return examples.store.measurement_for(**{**wanted, **changes})
 
@@ -295,6 +345,11 @@ class TestMeasurementFor:
         assert found.record.environment == any_examples.environment
         assert found.verification.errors == {"normal": {"dq": 2e-3, "torch_dq": 1.5e-3}}
         assert any_examples.propose((found.id, found.verification_id))
+
+    def test_other_text_with_the_same_machine_code_is_the_same(self, any_examples: Any) -> None:
+        any_examples.contender(median_ms=5.0)
+        assert self.find(any_examples, source_hash="another", machine_code="0011223344556677")
+        assert self.find(any_examples, source_hash="another", machine_code="ffffffffffffffff") is None
 
     @pytest.mark.parametrize("field", ["gpu", "arch", "driver", "toolkit", "torch"])
     def test_another_environment_is_another_measurement(self, any_examples: Any, field: str) -> None:
@@ -331,7 +386,7 @@ class TestMeasurementFor:
 @pytest.mark.parametrize("status", ["failed", "timeout"])
 def test_failures_of_the_compiler_are_remembered(any_examples: Any, status: str) -> None:
     any_examples.variant(status=status, error="ptxas died", registers=None)
-    identity = {"source_hash": "0123456789abcdef", "arch": "sm_90a", "toolchain": "13.0.88"}
+    identity = {"source_hash": source_hash(), "arch": "sm_90a", "toolchain": "13.0.88"}
     find = any_examples.store.find_variant
     found = find(any_examples.problem, PRESETS["v2"], **identity)
     assert (found.config, found.status, found.error, found.registers) == (PRESETS["v2"], status, "ptxas died", None)
@@ -345,7 +400,7 @@ def test_failures_of_the_compiler_are_remembered(any_examples: Any, status: str)
 def test_compiling_again_replaces_the_outcome(any_examples: Any) -> None:
     first = any_examples.variant(status="timeout", error="120 s were not enough", registers=None)
     assert any_examples.variant(compile_seconds=150.0) == first
-    identity = {"source_hash": "0123456789abcdef", "arch": "sm_90a", "toolchain": "13.0.88"}
+    identity = {"source_hash": source_hash(), "arch": "sm_90a", "toolchain": "13.0.88"}
     found = any_examples.store.find_variant(any_examples.problem, PRESETS["v2"], **identity)
     assert (found.status, found.registers, found.compile_seconds) == ("ok", 168, 150.0)
 
@@ -519,12 +574,13 @@ class TestEmulatedBests:
 
     def test_a_failed_verification_ends_it(self, any_examples: Any) -> None:
         self.propose(any_examples, self.contender(any_examples, PRESETS["v2"], 25e6))
-        any_examples.verification(any_examples.variant(), passed=False)
+        any_examples.verification(any_examples.variant(emulate="sm_120"), passed=False)
         assert any_examples.store.emulated_bests() == []
 
     def test_an_emulated_measurement_is_found_as_one(self, any_examples: Any) -> None:
         self.contender(any_examples, PRESETS["v2"], 25e6)
-        wanted = {"limits": "sm_120", "policy": "search-1", "source_hash": "0123456789abcdef"}
+        source = render(PROBLEM, PRESETS["v2"], emulate="sm_120").hash
+        wanted = {"limits": "sm_120", "policy": "search-1", "source_hash": source}
         find = any_examples.store.measurement_for
         about = (any_examples.problem, PRESETS["v2"], any_examples.environment)
         assert find(*about, **wanted) is None

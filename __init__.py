@@ -1,7 +1,8 @@
 """bwdtune: tuned CUDA attention-backward kernels for PyTorch.
 
 `attention` and `attention_varlen` compute attention with the stored winner as its backward; `enable` and `disable` let
-PyTorch's own `scaled_dot_product_attention` go through it. `flash_attn` has the functions of the package of that name,
+PyTorch's own `scaled_dot_product_attention` go through it. `warmup` builds kernels before they are needed, `explain`
+says which one computes a call and why, `stats` what ran. `flash_attn` has the functions of the package of that name,
 `integrations.transformers` an attention implementation for Hugging Face's models. They are loaded when they are first
 used: importing the package costs next to nothing.
 """
@@ -16,10 +17,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .runtime import flash_attn, integrations
     from .runtime.attention import attention, attention_varlen
+    from .runtime.dispatch.explanation import explain
+    from .runtime.dispatch.statistics import stats
+    from .runtime.dispatch.warming import warmup
     from .runtime.sdpa import disable, enable, enabled
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attention", "attention_varlen", "disable", "enable", "enabled", "flash_attn", "integrations"]
+__all__ = [
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "disable",
+    "enable",
+    "enabled",
+    "explain",
+    "flash_attn",
+    "integrations",
+    "stats",
+    "warmup",
+]
 
 _MODULES = {
     "attention": ".runtime.attention",
@@ -27,6 +43,9 @@ _MODULES = {
     "disable": ".runtime.sdpa",
     "enable": ".runtime.sdpa",
     "enabled": ".runtime.sdpa",
+    "explain": ".runtime.dispatch.explanation",
+    "stats": ".runtime.dispatch.statistics",
+    "warmup": ".runtime.dispatch.warming",
 }
 
 

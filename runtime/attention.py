@@ -419,6 +419,37 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(dtype) if cast else tensor for tensor, cast in zip(tensors, castable, strict=True))
 
 
+def problem_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window_size: tuple[int, int] = (UNLIMITED, UNLIMITED),
+    alignment: str = TOP_LEFT,
+    softcap: float = 0.0,
+    deterministic: bool | None = None,
+    window: tuple[int, int] | None = None,
+) -> Problem | str:
+    """The problem that a call of `attention` has a kernel compute, or why no kernel takes its input.
+
+    The arguments are those of `attention`.
+    """
+    _same_device(q=q, k=k, v=v)
+    limits = _limits(_one_window(window_size, window))
+    features = Features(limits, _aligned_bottom_right(alignment), _cap(softcap))
+    if q.dim() == k.dim() == 4:
+        is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
+    call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
+    q, k, v = _autocast(q, k, v)
+    try:
+        return _objection(call, q, k, v) or call.problem(q, k)
+    except UsageError as error:  # a size that no problem can have
+        return str(error)
+
+
 def _kernel_for(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | None:
     """The kernel for this input. Where there is none the log says why, once; of what is stored, dispatch says it."""
     reason = _objection(call, q, k, v)

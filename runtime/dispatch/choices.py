@@ -6,25 +6,26 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ...gen.errors import BwdtuneError, UsageError
 from ...gen.problem import Problem
 from .. import gpu
 from ..kernel import Kernel
-from . import notices
+from . import builds, notices
 from .builds import Build
 from .records import Cause, Choice, Row
+from .resolution import Progress, State, resolve
 from .rows import Rows, read_rows
-from .selection import select
 from .worker import Worker
 
 ON_MISS_VARIABLE = "BWDTUNE_ON_MISS"
 _WAIT = "wait"
 _ON_MISS = ("pytorch", _WAIT)
-_MOST_CHOICES = 4096  # problems that are remembered; more are decided again
+_MOST_CHOICES = 4096  # problems that are remembered; of more all are decided again
 
 Subscriber = Callable[[Problem | None, int | None, Choice | None], None]
+_Key = tuple[Problem, int]
 
 
 def choose(problem: Problem, device_index: int, *, capturing: bool = False) -> Choice:
@@ -44,7 +45,7 @@ def choose(problem: Problem, device_index: int, *, capturing: bool = False) -> C
         capturing: Whether the current stream is being captured into a CUDA graph: only what is ready is used then,
             whatever the variable says.
     """
-    return _dispatcher.choose(problem, device_index, capturing)
+    return dispatcher.choose(problem, device_index, wait=not capturing and _waits())
 
 
 def prepare(*, wait: bool = True) -> None:
@@ -57,17 +58,17 @@ def prepare(*, wait: bool = True) -> None:
         UsageError: ``BWDTUNE_ON_MISS`` has a value that means nothing.
     """
     _on_miss()
-    _dispatcher.prepare(wait)
+    dispatcher.prepare(wait)
 
 
 def subscribe(callback: Subscriber) -> None:
-    """Has a function told of choices that have become final, for the life of the process.
+    """Has a function told of choices that were not final, or have changed, for the life of the process.
 
     Args:
-        callback: Called in the background thread with the problem, the device's index and the choice; with three times
-            None when all choices are forgotten. It must not raise.
+        callback: Called with the problem, the device's index and the choice, which is final; with three times None
+            when all choices are forgotten. In the thread that found out, mostly a background one. It must not raise.
     """
-    _dispatcher.subscribe(callback)
+    dispatcher.subscribe(callback)
 
 
 def discard(kernel: Kernel, reason: str) -> None:
@@ -77,12 +78,12 @@ def discard(kernel: Kernel, reason: str) -> None:
         kernel: Of a choice.
         reason: One line.
     """
-    _dispatcher.discard(kernel, reason)
+    dispatcher.discard(kernel, reason)
 
 
 def forget() -> None:
     """Has the database read again: winners that were stored meanwhile count from now on."""
-    _dispatcher.forget()
+    dispatcher.forget()
 
 
 class Dispatcher:
@@ -90,74 +91,99 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self._subscribers: list[Subscriber] = []
-        self._kernels: dict[Build, Kernel | str | None] = {}  # a str: why there is none; None: it is being built
+        self._states: dict[Build, State] = {}
         self._rows: Rows | None = None
-        self._reading = False
+        self._choices: dict[_Key, Choice] = {}
         self._generation = 0
-        self._choices: dict[tuple[Problem, int], Choice] = {}
         self.after_fork()
 
     def after_fork(self) -> None:
-        """In the child there is no thread that would go on with what was begun."""
+        """In the child there is no thread that would go on with what was begun, and a lock may be another thread's."""
         self._changed = threading.Condition(threading.RLock())
-        self._worker = Worker()
+        # Two, so that what only has to be looked up does not wait for a compile.
+        self._finder, self._builder = Worker("bwdtune-finder"), Worker("bwdtune-builder")
         self._reading = False
-        self._kernels = {build: kernel for build, kernel in self._kernels.items() if kernel is not None}
+        self._states = {build: state for build, state in self._states.items() if not isinstance(state, Progress)}
         self._choices = {key: choice for key, choice in self._choices.items() if choice.final}
 
-    def choose(self, problem: Problem, device_index: int, capturing: bool) -> Choice:
+    def choose(self, problem: Problem, device_index: int, *, wait: bool) -> Choice:
+        """See the function."""
         key = (problem, device_index)
         found = self._choices.get(key)
         if found is None:
             with self._changed:
                 found = self._choices.get(key) or self._decide(key)
-        if found.final or capturing or self._worker.is_current() or not _waits():
-            return found
-        with self._changed:
-            while not found.final:
-                self._changed.wait()
-                found = self._choices.get(key) or self._decide(key)
+        if wait and not found.final:
+            return self.wait_until(key, lambda choice: choice.final)
         return found
 
-    def prepare(self, wait: bool) -> None:
+    def wait_until(self, key: _Key, enough: Callable[[Choice], bool]) -> Choice:
+        """Waits for what goes on in the background, until the choice is good enough."""
+        with self._changed:
+            while True:
+                found = self._choices.get(key) or self._decide(key)
+                if enough(found) or self._in_background():
+                    return found
+                self._changed.wait()
+
+    def prepare(self, wait: bool) -> Rows | None:
+        """The rows; None where they are still being read."""
         with self._changed:
             if self._rows is None:
                 self._read_in_background()
-            while wait and self._reading and not self._worker.is_current():
+            while wait and self._reading and not self._in_background():
                 self._changed.wait()
+            return self._rows
 
     def subscribe(self, callback: Subscriber) -> None:
+        """See the function."""
         with self._changed:
             self._subscribers.append(callback)
 
-    def discard(self, kernel: Kernel, reason: str) -> None:
+    def adopt(self, states: Mapping[Build, Kernel | str]) -> None:
+        """Takes over what was built elsewhere."""
         with self._changed:
-            for build, known in self._kernels.items():
-                if known is kernel:
-                    self._kernels[build] = reason
-            stale = [key for key, choice in self._choices.items() if choice.kernel is kernel]
-            changed = [(key, self._decide(key)) for key in stale]
+            self._states.update(states)
+            changed = self._decide_again()
         self._tell(changed)
 
+    def discard(self, kernel: Kernel, reason: str) -> None:
+        """See the function."""
+        with self._changed:
+            for build, state in self._states.items():
+                if state is kernel:
+                    self._states[build] = reason
+            stale = [key for key, choice in self._choices.items() if choice.kernel is kernel]
+            decided = [(key, self._decide(key)) for key in stale]
+        self._tell([(key, choice) for key, choice in decided if choice.final])
+
     def forget(self) -> None:
+        """See the function."""
         with self._changed:
             self._generation += 1
             self._choices.clear()
-            self._kernels.clear()
+            self._states.clear()
             self._rows, self._reading = None, False
             notices.forget()
             self._changed.notify_all()
-            subscribers = list(self._subscribers)
-        for subscriber in subscribers:
+        for subscriber in tuple(self._subscribers):
             subscriber(None, None, None)
 
-    def _decide(self, key: tuple[Problem, int]) -> Choice:
-        """Decides and remembers; what is missing is begun. Under the lock."""
+    def counts(self) -> tuple[int, tuple[str, ...]]:
+        """How many kernels are being made, and why others cannot be had."""
+        with self._changed:
+            states = tuple(self._states.values())
+        return sum(isinstance(state, Progress) for state in states), tuple(s for s in states if isinstance(s, str))
+
+    # Decisions, under the lock
+
+    def _decide(self, key: _Key) -> Choice:
+        """Decides and remembers. What is missing is begun."""
         try:
             choice = self._decided(*key)
-        except RuntimeError as error:  # no thread to be had
+        except RuntimeError as error:  # no thread to be had: the interpreter is ending
             choice = Choice(None, f"nothing can be built: {error}", cause=Cause.UNUSABLE)
-        if len(self._choices) >= _MOST_CHOICES:
+        if len(self._choices) >= _MOST_CHOICES and key not in self._choices:
             self._choices.clear()
         self._choices[key] = choice
         if choice.final and not choice.kernel:
@@ -172,31 +198,38 @@ class Dispatcher:
         if self._rows is None:
             self._read_in_background()
             return Choice(None, "the stored winners are being read", final=False, cause=Cause.READING)
-        selected = select(problem, device, self._rows)
-        reason, cause = selected.reason, selected.cause
-        for row in selected.rows:
-            build = Build.of(row, problem, device.arch)
-            if build not in self._kernels:
-                self._build_in_background(build, problem, row)
-            kernel = self._kernels[build]
-            if kernel is None:
-                return Choice(None, f"{row.name} is being built", final=False, cause=Cause.BUILDING, row=row)
-            if isinstance(kernel, Kernel):
-                objection = _size_objection(kernel, problem)
-                if objection is None:
-                    return Choice(kernel, row.name, row=row)
-                kernel = objection
-            reason = reason or f"{row.name} cannot be used: {kernel}"
-            cause = cause if selected.cause == Cause.SLOWER else Cause.UNUSABLE
-        return Choice(None, reason, cause=cause)
 
-    # What happens in the background
+        def state_of(build: Build, row: Row) -> State:
+            if build not in self._states:
+                self._begin(self._finder, Progress.SOUGHT, build, problem, row)
+            return self._states[build]
+
+        return resolve(problem, device, self._rows, state_of)
+
+    def _decide_again(self) -> list[tuple[_Key, Choice]]:
+        """All that was not final, with what is known now; what has become final."""
+        open_ = [key for key, choice in self._choices.items() if not choice.final]
+        decided = [(key, self._decide(key)) for key in open_]
+        self._changed.notify_all()
+        return [(key, choice) for key, choice in decided if choice.final]
+
+    def _begin(self, worker: Worker, progress: Progress, build: Build, problem: Problem, row: Row) -> None:
+        generation = self._generation
+        task = self._find if progress is Progress.SOUGHT else self._make
+        worker.submit(lambda: task(generation, build, problem, row))
+        self._states[build] = progress
 
     def _read_in_background(self) -> None:
         if not self._reading:
             generation = self._generation
-            self._worker.submit(lambda: self._read(generation))
+            self._finder.submit(lambda: self._read(generation))
             self._reading = True
+
+    # In the background
+
+    def _in_background(self) -> bool:
+        """Whether the caller is what others wait for."""
+        return self._finder.is_current() or self._builder.is_current()
 
     def _read(self, generation: int) -> None:
         rows = read_rows()
@@ -207,63 +240,47 @@ class Dispatcher:
             changed = self._decide_again()
         self._tell(changed)
 
-    def _build_in_background(self, build: Build, problem: Problem, row: Row) -> None:
-        generation = self._generation
-        self._worker.submit(lambda: self._build(generation, build, problem, row))
-        self._kernels[build] = None
-
-    def _build(self, generation: int, build: Build, problem: Problem, row: Row) -> None:
-        kernel = self._built(build, problem, row)
+    def _find(self, generation: int, build: Build, problem: Problem, row: Row) -> None:
+        found = builds.find(build)
+        if found is not None:
+            self._settle(generation, build, found)
+            return
         with self._changed:
             if generation != self._generation:
                 return
-            self._kernels[build] = kernel
+            try:
+                self._begin(self._builder, Progress.BUILT, build, problem, row)
+            except RuntimeError as error:
+                self._states[build] = f"nothing can be built: {error}"
             changed = self._decide_again()
         self._tell(changed)
 
-    @staticmethod
-    def _built(build: Build, problem: Problem, row: Row) -> Kernel | str:
-        try:
-            kernel = build.find()
-            if kernel:
-                return kernel
-            notices.warn_once(
-                build,
-                f"the kernel for {problem.label} ({build.config.id}, {row.name}) is being compiled in the background, "
-                f"and PyTorch's backward serves until then: `{shlex.join(['tuner', 'prebuild', *problem.options])}` or "
-                "bwdtune.warmup(...) beforehand avoids that",
-            )
-            started = time.monotonic()
-            kernel = build.make()
-            notices.info(f"the kernel for {problem.label} is ready, after {time.monotonic() - started:.1f} s")
-            return kernel
-        except (BwdtuneError, OSError) as error:
-            return str(error)
-        except Exception as error:  # a template that fails, for one: training goes on without this kernel
-            return f"{type(error).__name__}: {error}"
+    def _make(self, generation: int, build: Build, problem: Problem, row: Row) -> None:
+        command = shlex.join(["tuner", "prebuild", *problem.options])
+        meanwhile = "the call waits for it" if _waits() else "PyTorch's backward serves until then"
+        notices.warn_once(
+            build,
+            f"a kernel for {problem.label} is being compiled in the background, and {meanwhile} ({row.name}: "
+            f"{build.config.id}); `{command}` or bwdtune.warmup(...) beforehand avoids that",
+        )
+        started = time.monotonic()
+        made = builds.make([build])[build].kernel
+        if isinstance(made, Kernel):
+            notices.info(f"the kernel for {problem.label} is ready after {time.monotonic() - started:.1f} s")
+        self._settle(generation, build, made)
 
-    def _decide_again(self) -> list[tuple[tuple[Problem, int], Choice]]:
-        """What was not final, with what is known now; under the lock."""
-        open_ = [key for key, choice in self._choices.items() if not choice.final]
-        decided = [(key, self._decide(key)) for key in open_]
-        self._changed.notify_all()
-        return [(key, choice) for key, choice in decided if choice.final]
+    def _settle(self, generation: int, build: Build, state: Kernel | str) -> None:
+        with self._changed:
+            if generation != self._generation:
+                return
+            self._states[build] = state
+            changed = self._decide_again()
+        self._tell(changed)
 
-    def _tell(self, changed: list[tuple[tuple[Problem, int], Choice]]) -> None:
+    def _tell(self, changed: list[tuple[_Key, Choice]]) -> None:
         for (problem, device_index), choice in changed:
             for subscriber in tuple(self._subscribers):
                 subscriber(problem, device_index, choice)
-
-
-def _size_objection(kernel: Kernel, problem: Problem) -> str | None:
-    """Why a kernel cannot count these sizes."""
-    try:
-        kernel.workspace_bytes(
-            problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_kv, problem.positions
-        )
-    except BwdtuneError as error:
-        return str(error)
-    return None
 
 
 def _on_miss() -> str:
@@ -281,5 +298,6 @@ def _waits() -> bool:
         return False
 
 
-_dispatcher = Dispatcher()
-os.register_at_fork(after_in_child=_dispatcher.after_fork)
+dispatcher = Dispatcher()
+"""The one of this process."""
+os.register_at_fork(after_in_child=dispatcher.after_fork)

@@ -57,6 +57,7 @@ class Cause:
     NOTHING_STORED = "nothing is stored or shipped"
     OUT_OF_REACH = "nothing near enough is stored"
     SLOWER = "PyTorch was measured to be faster"
+    LOADING = "the kernel is being loaded"
     BUILDING = "the kernel is being built"
     UNUSABLE = "the kernel cannot be used"
 

@@ -1,4 +1,4 @@
-"""The background thread."""
+"""A background thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Worker:
     (`gen.build`). After a fork the child has no such thread, and makes a new `Worker`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -25,7 +26,7 @@ class Worker:
             RuntimeError: The system gives no thread, or the interpreter is ending.
         """
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="bwdtune-builds", daemon=True)
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()
             self._thread = thread
         self._tasks.put(task)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,13 +16,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..gen.errors import UsageError
 from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem, band
 from . import dispatch, forwards, math_attention, torch_attention
+from .dispatch import counters, notices
+from .dispatch.records import Cause
 from .features import PLAIN, Features, Sequences
 from .kernel import TORCH_DTYPES, Kernel, backward
 
-_log = logging.getLogger("bwdtune")
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _DEVICE_TYPES = ("cuda",)
-_said: set[str] = set()
 
 # As it is before `sdpa.enable` replaces it: what is handed back to PyTorch must not come here again.
 _pytorch = F.scaled_dot_product_attention
@@ -299,7 +298,9 @@ def _of_kernel(kernel: Kernel, call: _Call) -> Callable[..., torch_attention.Gra
         features = call.features
         if kernel.info.mask == "window":
             features = replace(features, window=features.limits(call.causal))
-        return backward(kernel, q, k, v, output, dout, lse, call.scale, features)
+        found = backward(kernel, q, k, v, output, dout, lse, call.scale, features)
+        counters.launched(kernel.path.stem)
+        return found
 
     return gradients
 
@@ -455,12 +456,15 @@ def _kernel_for(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     reason = _objection(call, q, k, v)
     if not reason:
         try:
-            return dispatch.choose(call.problem(q, k), q.device.index or 0).kernel
+            choice = dispatch.choose(call.problem(q, k), q.device.index or 0)
         except UsageError as error:  # a size that no problem can have
             reason = str(error)
-    if reason not in _said:
-        _said.add(reason)
-        _log.warning("attention has PyTorch's backward: %s", reason)
+        else:
+            if not choice.kernel:
+                counters.fell_back(choice.cause)
+            return choice.kernel
+    counters.fell_back(Cause.INPUT)
+    notices.warn_once(reason, f"attention has PyTorch's backward: {reason}")
     return None
 
 

@@ -256,13 +256,15 @@ class Dispatcher:
         self._tell(changed)
 
     def _make(self, generation: int, build: Build, problem: Problem, row: Row) -> None:
-        command = shlex.join(["tuner", "prebuild", *problem.options])
-        meanwhile = "the call waits for it" if _waits() else "PyTorch's backward serves until then"
-        notices.warn_once(
-            build,
-            f"a kernel for {problem.label} is being compiled in the background, and {meanwhile} ({row.name}: "
-            f"{build.config.id}); `{command}` or bwdtune.warmup(...) beforehand avoids that",
-        )
+        if _waits():
+            notices.info(f"a kernel for {problem.label} is being compiled ({row.name}: {build.config.id})")
+        else:
+            command = shlex.join(["tuner", "prebuild", *problem.options])
+            notices.warn_once(
+                build,
+                f"a kernel for {problem.label} is being compiled in the background, and PyTorch's backward serves until "
+                f"then ({row.name}: {build.config.id}); `{command}` or bwdtune.warmup(...) beforehand avoids that",
+            )
         started = time.monotonic()
         made = builds.make([build])[build].kernel
         if isinstance(made, Kernel):

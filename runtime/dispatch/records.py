@@ -52,6 +52,7 @@ class Row:
 class Cause:
     """Why PyTorch's backward computes a problem: a few fixed phrases, to count by."""
 
+    INPUT = "no kernel takes the input"
     NO_GPU = "no usable GPU"
     READING = "stored winners are being read"
     NOTHING_STORED = "nothing is stored or shipped"

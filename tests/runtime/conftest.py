@@ -27,7 +27,6 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("BWDTUNE_ON_MISS", "wait")
     dispatch.forget()
     notices.forget()
-    attention_module._said.clear()
     yield
     dispatch.forget()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +13,12 @@ from subscriber import Told
 
 import bwdtune
 from bwdtune.gen.config import PRESETS
-from bwdtune.gen.device import Device
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime import dispatch
 from bwdtune.runtime.dispatch import choose
 from bwdtune.runtime.dispatch.choices import dispatcher
 from bwdtune.runtime.dispatch.records import Cause
-from bwdtune.runtime.dispatch.resolution import resolve
 from bwdtune.runtime.gpu import NoGpuError
 
 PROBLEM = Problem.parse("2_4_128_64", causal=True)
@@ -35,9 +32,7 @@ def tensors(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Ten
 
 @pytest.mark.usefixtures("host", "in_background")
 class TestWarmup:
-    def test_the_first_call_after_it_has_its_kernel(
-        self, store_winner: Callable[..., None], compiler: CxxShim
-    ) -> None:
+    def test_the_first_call_after_it_has_its_kernel(self, store_winner: Callable[..., None], compiler: CxxShim) -> None:
         store_winner(PROBLEM)
         (warmed,) = bwdtune.warmup("2_4_128_64", causal=True)
         assert re.fullmatch(r"built in \d+ s", warmed.state)

@@ -262,8 +262,8 @@ class Dispatcher:
             command = shlex.join(["tuner", "prebuild", *problem.options])
             notices.warn_once(
                 build,
-                f"a kernel for {problem.label} is being compiled in the background, and PyTorch's backward serves until "
-                f"then ({row.name}: {build.config.id}); `{command}` or bwdtune.warmup(...) beforehand avoids that",
+                f"a kernel for {problem.label} is being compiled in the background ({row.name}: {build.config.id}); "
+                f"PyTorch's backward serves until then, and `{command}` or bwdtune.warmup(...) beforehand avoids that",
             )
         started = time.monotonic()
         made = builds.make([build])[build].kernel

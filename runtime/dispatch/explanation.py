@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...gen.config import Config
+from ...gen.families import Config
 from ...gen.problem import Problem
 from .choices import dispatcher, prepare
 from .records import Cause, Row

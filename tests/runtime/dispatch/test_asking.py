@@ -12,8 +12,8 @@ from cxx_shim import CxxShim
 from subscriber import Told
 
 import bwdtune
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime import dispatch
 from bwdtune.runtime.dispatch import choose

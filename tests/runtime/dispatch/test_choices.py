@@ -20,9 +20,9 @@ from subscriber import Told
 from bwdtune.db.records import Environment, GpuKey
 from bwdtune.db.shipped import Shipped, write_shipped
 from bwdtune.db.store import Store
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime import dispatch, gpu
@@ -141,7 +141,7 @@ def test_a_winner_that_does_not_fit_the_device(
 
 
 def test_a_winner_that_splits_groups_serves_grouped_heads(host: Device, store_winner: Callable[..., None]) -> None:
-    split = replace(PRESETS["v3"], split_group=True)
+    split = replace(PRESETS["v3"], split_gqa_heads=True)
     store_winner(Problem.parse("2_4_1_128_64", causal=True), split)
     assert chosen_config(Problem.parse("2_4_2_300_64", causal=True)) == split.id
     assert choose(PROBLEM, 0).reason.endswith("cannot be used: a group is one query head: there is nothing to split")

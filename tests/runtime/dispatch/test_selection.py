@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from bwdtune.db.records import GpuKey
-from bwdtune.gen.config import PRESETS
 from bwdtune.gen.device import H100, H200
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.dispatch.records import Cause, Row
 from bwdtune.runtime.dispatch.rows import Rows
@@ -152,7 +152,7 @@ def test_this_model_comes_before_another_of_its_capability() -> None:
 
 
 def test_a_configuration_that_is_invalid_here_is_passed_over() -> None:
-    split = row("8_16_4_4096_128", config=replace(PRESETS["v3"], split_group=True))
+    split = row("8_16_4_4096_128", config=replace(PRESETS["v3"], split_gqa_heads=True))
     selected = select(problem("8_16_4096_128"), H200, Rows((split,)))
     assert selected.rows == ()
     assert selected.reason.endswith("cannot be used: a group is one query head: there is nothing to split")
@@ -185,5 +185,5 @@ def test_the_share_of_sms_that_have_work(shape: str, features: dict[str, object]
 
 def test_a_kernel_that_splits_groups_has_more_blocks() -> None:
     asked = problem("1_32_8_1024_128", causal=False)
-    split = replace(PRESETS["v3"], split_group=True)
+    split = replace(PRESETS["v3"], split_gqa_heads=True)
     assert busy_share(asked, split, H200) > busy_share(asked, PRESETS["v3"], H200)

@@ -22,7 +22,7 @@ from .worker import Worker
 ON_MISS_VARIABLE = "BWDTUNE_ON_MISS"
 _WAIT = "wait"
 _ON_MISS = ("pytorch", _WAIT)
-_MOST_CHOICES = 4096  # problems that are remembered; of more all are decided again
+_MOST_CHOICES = 4096  # problems that are remembered: of more, those that are settled are decided again
 
 Subscriber = Callable[[Problem | None, int | None, Choice | None], None]
 _Key = tuple[Problem, int]
@@ -184,7 +184,7 @@ class Dispatcher:
         except RuntimeError as error:  # no thread to be had: the interpreter is ending
             choice = Choice(None, f"nothing can be built: {error}", cause=Cause.UNUSABLE)
         if len(self._choices) >= _MOST_CHOICES and key not in self._choices:
-            self._choices.clear()
+            self._choices = {key: choice for key, choice in self._choices.items() if not choice.final}
         self._choices[key] = choice
         if choice.final and not choice.kernel:
             notices.warn_once((choice.cause, key[0].kind), f"attention has PyTorch's backward: {choice.reason}")

@@ -10,6 +10,7 @@ measures one problem, the next ones' presets are compiled.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -44,6 +45,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600, help="begin no search later than this")
     parser.add_argument("--trials", type=int, default=14, help="candidates a search decides")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, help="append each search's result to this file, a JSON object a line")
     parser.add_argument("--list", action="store_true", help="print the problems and end")
     options = parser.parse_args()
     problems = [problem_of(line) for line in GRID.read_text().splitlines() if line.split("#")[0].strip()]
@@ -78,6 +80,9 @@ def main() -> int:
             except BwdtuneError as error:
                 print(f"{problem.label}: {error}")
                 continue
+            if options.results:
+                with options.results.open("a") as file:
+                    file.write(json.dumps(result.to_dict()) + "\n")
             times = {row.kernel: row.ms for row in result.rows if row.ms}
             best = result.winner
             name = best.config.id if best and best.config else "none"

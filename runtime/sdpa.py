@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch.nn.attention
 
 from ..gen.errors import BwdtuneError
-from . import operator
+from . import dispatch, operator
 from .dispatch import notices
 
 _lock = threading.Lock()
@@ -35,9 +35,14 @@ def enable() -> None:
     takes goes on to PyTorch's implementation: a mask tensor, dropout, other dtypes, a problem without a winner. For the
     whole process; calling it again changes nothing. Safe between threads.
 
-    The first call on a machine builds the operator (half a minute of a C++ compiler). Where it cannot be built
+    The database is read here, so that no step has to. The first call on a machine builds the operator (half a minute of
+    a C++ compiler). Where it cannot be built
     PyTorch's backward stays, and one line in the log of ``bwdtune`` says why.
+
+    Raises:
+        UsageError: ``BWDTUNE_ON_MISS`` has a value that means nothing.
     """
+    dispatch.prepare()
     with _changing():
         _Enabled.by_call = True
 
@@ -59,6 +64,7 @@ def enabled() -> Iterator[None]:
 
 
 def _enter() -> None:
+    dispatch.prepare()
     with _changing():
         _Enabled.blocks += 1
 

@@ -184,7 +184,7 @@ class Dispatcher:
         except RuntimeError as error:  # no thread to be had: the interpreter is ending
             choice = Choice(None, f"nothing can be built: {error}", cause=Cause.UNUSABLE)
         if len(self._choices) >= _MOST_CHOICES and key not in self._choices:
-            self._choices = {key: choice for key, choice in self._choices.items() if not choice.final}
+            self._choices = {one: choice for one, choice in self._choices.items() if not choice.final}
         self._choices[key] = choice
         if choice.final and not choice.kernel:
             notices.warn_once((choice.cause, key[0].kind), f"attention has PyTorch's backward: {choice.reason}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...db.records import NO_FUSED_BACKWARD
 from ...gen.families import Config
 from ...gen.problem import Problem
 from .choices import dispatcher, prepare
@@ -100,6 +101,9 @@ def _times(row: Row) -> str:
     if row.ms is None:
         return "not on such a GPU: it was emulated"
     time = f"{row.ms:.4g} ms at {row.problem.label}"
-    if not row.pytorch_ms:
-        return f"{time}; PyTorch's was not timed with it"
-    return f"{time}, PyTorch's default {row.pytorch_ms:.4g} ms: {row.pytorch_ms / row.ms:.2f} times as fast"
+    if row.default_kernel == NO_FUSED_BACKWARD:
+        return f"{time}; PyTorch has no fused backward of this kind"
+    if row.default_ms is None:
+        return f"{time}; PyTorch's default was not timed with it"
+    kernel = f" ({row.default_kernel})" if row.default_kernel else ""
+    return f"{time}, PyTorch's default{kernel} {row.default_ms:.4g} ms: {row.advantage:.2f} times as fast"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from ...db.records import GpuKey
+from ...db.records import NO_FUSED_BACKWARD, GpuKey
 from ...gen.families import Config
 from ...gen.problem import Problem
 from ..kernel import Kernel
@@ -20,7 +21,8 @@ class Row:
         source_hash: Hash of the source that was verified.
         gpu: The kind of GPU that it is for.
         ms: Its measured time; None where it was emulated.
-        pytorch_ms: The time of PyTorch's default backward in the same race; None where it was not taken.
+        default_ms: The time of PyTorch's default backward in the same race; None where it was not taken.
+        default_kernel: The kernel that PyTorch chose by default (`db.records.NO_FUSED_BACKWARD`: it has none).
         shipped: Whether this version ships it; else it is a stored winner.
         limits: The card whose limits its search kept to, if any.
         origin: Where it was measured, in a few words; empty for a stored winner.
@@ -31,7 +33,8 @@ class Row:
     source_hash: str
     gpu: GpuKey
     ms: float | None
-    pytorch_ms: float | None = None
+    default_ms: float | None = None
+    default_kernel: str | None = None
     shipped: bool = False
     limits: str | None = None
     origin: str = ""
@@ -45,8 +48,11 @@ class Row:
 
     @property
     def advantage(self) -> float | None:
-        """How many times as fast as PyTorch's default it was; None where that was not measured."""
-        return self.pytorch_ms / self.ms if self.ms and self.pytorch_ms else None
+        """How many times as fast as PyTorch's default it was: infinitely where PyTorch has no fused kernel for such a
+        problem, None where nobody has measured it."""
+        if self.default_kernel == NO_FUSED_BACKWARD:
+            return math.inf
+        return self.default_ms / self.ms if self.ms and self.default_ms else None
 
 
 class Cause:

@@ -59,6 +59,8 @@ def _of_winner(winner: Winner) -> Row:
         source_hash=winner.source_hash,
         gpu=winner.environment.gpu,
         ms=winner.median_ms,
+        default_ms=winner.default_ms,
+        default_kernel=winner.default_kernel,
         limits=winner.limits,
     )
 

@@ -82,7 +82,7 @@ def select(problem: Problem, device: Device, known: Rows) -> Selection:
         if not in_reach(row.problem, problem):
             continue
         if row.advantage is not None and row.advantage <= 1:
-            reason = f"PyTorch's own was faster at {row.problem.label}: {row.pytorch_ms:.4g} ms for {row.ms:.4g}"
+            reason = f"PyTorch's own was faster at {row.problem.label}: {row.default_ms:.4g} ms for {row.ms:.4g}"
             cause = Cause.SLOWER
             break
         if expected_advantage(row, problem, device) > 1:
@@ -109,11 +109,12 @@ def expected_advantage(row: Row, problem: Problem, device: Device) -> float:
     Its measured advantage, less what two things take of it: shorter lengths (fewer pairs of a query and a key for each
     row that is loaded), and a GPU with less to do than it has SMs. What would make it larger does not count.
     """
+    measured = ASSUMED_ADVANTAGE if row.advantage is None else row.advantage
     if row.problem == problem:
-        return row.advantage or ASSUMED_ADVANTAGE
+        return measured
     halvings = max(0.0, math.log2(_pairs_per_row(row.problem) / _pairs_per_row(problem)))
     busy = busy_share(problem, row.config, device) / busy_share(row.problem, row.config, device)
-    return (row.advantage or ASSUMED_ADVANTAGE) * ADVANTAGE_PER_HALVING**halvings * min(1.0, busy)
+    return measured * ADVANTAGE_PER_HALVING**halvings * min(1.0, busy)
 
 
 def busy_share(problem: Problem, config: Config, device: Device) -> float:

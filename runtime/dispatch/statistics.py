@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from .. import operator
 from . import counters
 from .choices import dispatcher
 
@@ -38,14 +39,16 @@ class Stats:
 def stats(*, reset: bool = False) -> Stats:
     """What ran in this process since it began, or since the counts were last reset.
 
-    A launch that a CUDA graph replays is not counted, nor one that was compiled into code of `torch.compile`'s without
-    coming back here.
+    A launch that a CUDA graph replays is not counted: it counts once, when it is captured.
 
     Args:
         reset: Have the counts begin at zero again.
     """
     global _before
     launches, fallbacks = counters.counted()
+    native = operator.counters()
+    launches.update(native["launches"])
+    fallbacks.update(native["fallbacks"])
     since_launches, since_fallbacks = launches - _before[0], fallbacks - _before[1]
     if reset:
         _before = launches, fallbacks

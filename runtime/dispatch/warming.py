@@ -12,8 +12,9 @@ import torch
 
 from ...gen.build.limits import job_limit
 from ...gen.device import Device
+from ...gen.errors import BwdtuneError
 from ...gen.problem import Problem
-from .. import gpu
+from .. import gpu, operator
 from ..kernel import Kernel
 from .builds import Build, Made, make
 from .choices import choose, dispatcher, prepare
@@ -44,12 +45,22 @@ class Warmed:
         return "PyTorch" if self.choice.final else "being built"
 
 
-class Warmup(tuple[Warmed, ...]):
-    """One `Warmed` a problem; prints as a table."""
+@dataclass(frozen=True)
+class Warmup:
+    """What there is after all that was missing has been built. Prints as a table.
+
+    Attributes:
+        problems: One for each problem, in their order.
+        operator: Why the C++ operator (`runtime.operator`) cannot be had; empty where it is there.
+    """
+
+    problems: tuple[Warmed, ...]
+    operator: str = ""
 
     def __str__(self) -> str:
-        width = max((len(one.problem.label) for one in self), default=0)
-        return "\n".join(f"{one.problem.label:<{width}}  {one.state:<12}  {one.choice.reason}" for one in self)
+        width = max((len(one.problem.label) for one in self.problems), default=0)
+        lines = [f"{one.problem.label:<{width}}  {one.state:<12}  {one.choice.reason}" for one in self.problems]
+        return "\n".join([*lines, self.operator] if self.operator else lines)
 
 
 def warmup(
@@ -59,15 +70,15 @@ def warmup(
     wait: bool = True,
     **features: Any,
 ) -> Warmup:
-    """Has the kernels of problems built and loaded before the first step needs them.
+    """Has the kernels of problems, and the C++ operator, built and loaded before the first step needs them.
 
-    What is missing is compiled, several at once (``MAX_JOBS``). A later call of `attention` at one of these problems,
-    also the first one, and under the capture of a CUDA graph, finds its kernel at once.
+    What is missing is compiled, several kernels at once (``MAX_JOBS``). Any later backward of one of these problems
+    finds its kernel at once: the first one, and one under the capture of a CUDA graph.
 
     Args:
         problems: `gen.problem.Problem`, or shapes as the commands take them: ``B_H_S_D``, or ``B_HQ_HKV_S_D``.
         device: A CUDA device or its ordinal; the current one by default.
-        wait: Whether to return when all is there; else it is built in the background.
+        wait: Whether to return when all is there; else the kernels are built in the background.
         **features: Of the shapes, as for `gen.problem.Problem`: ``causal``, ``dtype`` and so on.
 
     Returns:
@@ -83,17 +94,27 @@ def warmup(
     card = gpu.current_device(index)
     prepare(wait=wait)
     if not wait:
-        return Warmup(Warmed(problem, choose(problem, index)) for problem in wanted)
+        return Warmup(tuple(Warmed(problem, choose(problem, index)) for problem in wanted))
     known = dispatcher.prepare(wait=True)
     assert known is not None, "it was waited for"
     warmed, kernels = build_for(wanted, card, known)
     dispatcher.adopt(kernels)
-    return Warmup(replace(one, choice=dispatcher.choose(one.problem, index, wait=True)) for one in warmed)
+    settled = (replace(one, choice=dispatcher.choose(one.problem, index, wait=True)) for one in warmed)
+    return Warmup(tuple(settled), _load_operator())
+
+
+def _load_operator() -> str:
+    """Why it cannot be had."""
+    try:
+        operator.load()
+    except BwdtuneError as error:
+        return str(error)
+    return ""
 
 
 def build_for(
     problems: Sequence[Problem], device: Device, known: Rows, *, cache: Path | None = None, jobs: int | None = None
-) -> tuple[Warmup, dict[Build, Kernel | str]]:
+) -> tuple[tuple[Warmed, ...], dict[Build, Kernel | str]]:
     """Builds and loads the kernels that dispatch chooses for problems.
 
     Args:
@@ -125,11 +146,11 @@ def build_for(
             break
         made.update(make(list(missing), cache=cache, jobs=jobs))
     seconds = {one.kernel: one.seconds for one in made.values()}
-    warmed = (
+    warmed = tuple(
         Warmed(problem, choice, seconds[choice.kernel] if choice.kernel else None)
         for problem, choice in zip(problems, choices, strict=True)
     )
-    return Warmup(warmed), {build: one.kernel for build, one in made.items()}
+    return warmed, {build: one.kernel for build, one in made.items()}
 
 
 def ordinal(device: torch.device | int | None) -> int:

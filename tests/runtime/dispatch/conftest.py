@@ -9,6 +9,7 @@ from cxx_shim import CxxShim
 from subscriber import Told
 
 from bwdtune.gen.problem import Problem
+from bwdtune.runtime import operator
 from bwdtune.runtime.dispatch.choices import dispatcher
 
 
@@ -19,6 +20,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CxxShim:
     shim.add(Problem.parse("2_4_128_64", causal=True))
     monkeypatch.setenv("CXX", str(shim.program))
     monkeypatch.setenv("BWDTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(operator, "load", lambda: None)  # which has tests of its own
     return shim
 
 

@@ -12,10 +12,11 @@ from cxx_shim import CxxShim
 from subscriber import Told
 
 import bwdtune
-from bwdtune.gen.errors import UsageError
+from bwdtune.db.records import NO_FUSED_BACKWARD
+from bwdtune.gen.errors import BwdtuneError, UsageError
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
-from bwdtune.runtime import dispatch
+from bwdtune.runtime import dispatch, operator
 from bwdtune.runtime.dispatch import choose
 from bwdtune.runtime.dispatch.choices import dispatcher
 from bwdtune.runtime.dispatch.records import Cause
@@ -34,11 +35,11 @@ def tensors(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Ten
 class TestWarmup:
     def test_the_first_call_after_it_has_its_kernel(self, store_winner: Callable[..., None], compiler: CxxShim) -> None:
         store_winner(PROBLEM)
-        (warmed,) = bwdtune.warmup("2_4_128_64", causal=True)
+        (warmed,) = bwdtune.warmup("2_4_128_64", causal=True).problems
         assert re.fullmatch(r"built in \d+ s", warmed.state)
         assert choose(PROBLEM, 0) is warmed.choice
         assert choose(PROBLEM, 0, capturing=True).kernel
-        (again,) = bwdtune.warmup(PROBLEM)
+        (again,) = bwdtune.warmup(PROBLEM).problems
         assert again.state == "there"
         assert len(compiler.compiled) == 1
 
@@ -50,8 +51,13 @@ class TestWarmup:
         store_winner(OTHER_KIND)
         none = Problem.parse("2_4_128_128")
         warmed = bwdtune.warmup([PROBLEM, OTHER_KIND, none, Problem.parse("2_4_100_64", causal=True)])
-        assert [one.problem.shape for one in warmed] == ["2_4_128_64", "2_4_128_64", "2_4_128_128", "2_4_100_64"]
-        assert [one.state.split()[0] for one in warmed] == ["built", "built", "PyTorch", "built"]
+        assert [one.problem.shape for one in warmed.problems] == [
+            "2_4_128_64",
+            "2_4_128_64",
+            "2_4_128_128",
+            "2_4_100_64",
+        ]
+        assert [one.state.split()[0] for one in warmed.problems] == ["built", "built", "PyTorch", "built"]
         assert len(compiler.compiled) == 2
         lines = str(warmed).splitlines()
         assert len(lines) == 4
@@ -60,18 +66,18 @@ class TestWarmup:
     def test_a_row_that_fails_gives_way(self, store_winner: Callable[..., None]) -> None:
         store_winner(PROBLEM, PRESETS["v1"], source_hash="0" * 16)
         store_winner(Problem.parse("2_4_150_64", causal=True), PRESETS["v2"])
-        (warmed,) = bwdtune.warmup(PROBLEM)
+        (warmed,) = bwdtune.warmup(PROBLEM).problems
         assert warmed.choice.row
         assert warmed.choice.row.config == PRESETS["v2"]
 
     def test_without_waiting(self, store_winner: Callable[..., None], compiler: CxxShim, told: Told) -> None:
         store_winner(PROBLEM)
         compiler.hold()
-        (warmed,) = bwdtune.warmup(PROBLEM, wait=False)
+        (warmed,) = bwdtune.warmup(PROBLEM, wait=False).problems
         assert warmed.state == "being built"
         compiler.release()
         told.wait_for()
-        (warmed,) = bwdtune.warmup(PROBLEM, wait=False)
+        (warmed,) = bwdtune.warmup(PROBLEM, wait=False).problems
         assert warmed.state == "there"
 
     def test_subscribers_are_told(self, store_winner: Callable[..., None], compiler: CxxShim, told: Told) -> None:
@@ -88,9 +94,21 @@ class TestWarmup:
     def test_no_compiler(self, store_winner: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
         store_winner(PROBLEM)
         monkeypatch.setenv("CXX", "/missing")
-        (warmed,) = bwdtune.warmup(PROBLEM)
+        (warmed,) = bwdtune.warmup(PROBLEM).problems
         assert warmed.state == "PyTorch"
         assert "/missing" in warmed.choice.reason
+
+    def test_an_operator_that_cannot_be_built(
+        self, store_winner: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail() -> None:
+            raise BwdtuneError("there is no C++ compiler")
+
+        monkeypatch.setattr(operator, "load", fail)
+        store_winner(PROBLEM)
+        warmed = bwdtune.warmup(PROBLEM)
+        assert warmed.problems[0].choice.kernel
+        assert str(warmed).endswith("there is no C++ compiler")
 
     def test_wrong_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UsageError, match="malformed shape '8x16'"):
@@ -169,8 +187,10 @@ class TestExplain:
         bwdtune.warmup(PROBLEM)
         found = bwdtune.explain(PROBLEM)
         assert found.row
-        raced = replace(found, row=replace(found.row, pytorch_ms=2.6))
+        raced = replace(found, row=replace(found.row, default_ms=2.6))
         assert "PyTorch's default 2.6 ms: 1.30 times as fast" in str(raced)
+        alone = replace(found, row=replace(found.row, default_kernel=NO_FUSED_BACKWARD))
+        assert "PyTorch has no fused backward of this kind" in str(alone)
 
 
 @pytest.mark.usefixtures("host")
@@ -191,6 +211,17 @@ class TestStats:
         assert str(found).splitlines()[0] == "3 launches, 1 times PyTorch's backward"
         assert bwdtune.stats(reset=True) == found
         assert bwdtune.stats().launches == {}
+
+    def test_those_of_the_operator_count_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        counts = {"launches": {"a kernel": 7}, "fallbacks": {Cause.BUILDING: 2}}
+        with monkeypatch.context() as patch:
+            patch.setattr(operator, "counters", lambda: counts)
+            found = bwdtune.stats(reset=True)
+            assert (found.launches, found.fallbacks) == ({"a kernel": 7}, {Cause.BUILDING: 2})
+            counts["launches"]["a kernel"] = 8
+            found = bwdtune.stats()
+            assert (found.launches, found.fallbacks) == ({"a kernel": 1}, {})
+        bwdtune.stats(reset=True)
 
     def test_counts_are_bounded(self) -> None:
         """F17: a thousand shapes that do not fit are not a thousand reasons."""

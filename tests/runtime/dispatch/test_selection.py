@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from bwdtune.db.records import GpuKey
+from bwdtune.db.records import NO_FUSED_BACKWARD, GpuKey
 from bwdtune.gen.device import H100, H200
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
@@ -28,8 +28,8 @@ def row(shape: str, advantage: float | None = 1.4, **changes: object) -> Row:
     """Measured for that shape, so many times as fast as PyTorch's default."""
     features = {name: changes.pop(name) for name in ("causal", "window_left") if name in changes}
     found_for = problem(shape, **features)
-    pytorch_ms = None if advantage is None else 2.0 * advantage
-    return replace(Row(found_for, WGMMA, "hash", CARD, 2.0, pytorch_ms), **changes)
+    default_ms = None if advantage is None else 2.0 * advantage
+    return replace(Row(found_for, WGMMA, "hash", CARD, 2.0, default_ms), **changes)
 
 
 def shapes(asked: str, *rows: Row, **features: object) -> list[str]:
@@ -133,6 +133,13 @@ def test_a_lost_race_counts_for_its_neighbours() -> None:
 def test_a_row_that_was_not_raced_with_pytorch_may_be_chosen() -> None:
     assert shapes("8_16_4096_128", row("8_16_4096_128", None)) == ["8_16_4096_128"]
     assert shapes("8_16_4000_128", row("8_16_4096_128", None)) == ["8_16_4096_128"]
+
+
+def test_where_pytorch_has_no_fused_backward_any_kernel_is_better() -> None:
+    """Such as with a softcap: its elementary operations are tens of times slower."""
+    alone = row("8_16_4096_128", None, default_kernel=NO_FUSED_BACKWARD)
+    assert shapes("1_1_1500_128", alone) == ["8_16_4096_128"]
+    assert shapes("1_1_128_128", alone) == []
 
 
 def test_other_kinds_and_other_cards() -> None:

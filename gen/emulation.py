@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .device import RTX_5090, Device
 from .errors import UsageError
 
-EMULATED = {"sm_120": RTX_5090}
+EMULATED_CARDS = {"sm_120": RTX_5090}
 """Cards that another one can stand for, by the name they are asked for."""
 
 
@@ -21,7 +21,7 @@ class Emulation:
     """One card at the pace of another.
 
     Attributes:
-        name: A key of ``EMULATED``.
+        name: A key of ``EMULATED_CARDS``.
         target: The card that is emulated.
         card: The card that runs.
         dummies: Dummy mma beside each real one.
@@ -39,15 +39,15 @@ def emulation(name: str, card: Device) -> Emulation:
     """How `card` is brought to the mma rate of another: by the ratio of the two, to the nearest whole number.
 
     Args:
-        name: A key of ``EMULATED``.
+        name: A key of ``EMULATED_CARDS``.
         card: The card that runs.
 
     Raises:
         UsageError: Nobody emulates a card of that name, the card's rate is not known, or it is not faster.
     """
-    if name not in EMULATED:
-        raise UsageError(f"unknown card to emulate {name!r}: use {', '.join(EMULATED)}")
-    target = EMULATED[name]
+    if name not in EMULATED_CARDS:
+        raise UsageError(f"unknown card to emulate {name!r}: use {', '.join(EMULATED_CARDS)}")
+    target = EMULATED_CARDS[name]
     if card.clocks_per_mma is None or target.clocks_per_mma is None:
         raise UsageError(f"{card.name} cannot emulate {name}: the rate of its mma is not known")
     mmas = round(target.clocks_per_mma / card.clocks_per_mma)

@@ -6,15 +6,16 @@ import functools
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-
-import jinja2
-from jinja2 import meta, nodes
+from typing import TYPE_CHECKING
 
 from .device import H200, Device
 from .emulation import emulation
 from .errors import UsageError
 from .families import Config
 from .problem import FLAGS, Problem
+
+if TYPE_CHECKING:
+    import jinja2
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 _HASH_DIGITS = 16
@@ -118,6 +119,8 @@ def _named_in(name: str) -> list[str]:
     """The templates that a template includes or imports, and the headers that it reads."""
     if not name.endswith(".j2"):
         return []  # a plain header goes in as it is
+    from jinja2 import meta, nodes
+
     tree = environment().parse((TEMPLATES / name).read_text(encoding="utf-8"))
     named = list(meta.find_referenced_templates(tree))
     for call in tree.find_all(nodes.Call):
@@ -132,6 +135,8 @@ def _named_in(name: str) -> list[str]:
 @functools.cache
 def environment() -> jinja2.Environment:
     """Reads templates by their path below ``templates/``. An undefined name is an error."""
+    import jinja2  # here: what only names a source, such as a command's help, does not wait for it
+
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,

@@ -20,11 +20,12 @@ from bwdtune.gen.device import H200
 from bwdtune.gen.families import PRESETS, Config, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
-from bwdtune.tuner.lab.gpu_client import CandidateError
+from bwdtune.tuner.lab.protocol import CandidateError
 from bwdtune.tuner.lab.timing import Cycles, Policy, Timing, Timings
 from bwdtune.tuner.search.options import SearchOptions
-from bwdtune.tuner.search.report import Progress, SearchResult, Status
-from bwdtune.tuner.search.tuning import search
+from bwdtune.tuner.search.progress import Progress, Status
+from bwdtune.tuner.search.result import SearchResult
+from bwdtune.tuner.search.search import search
 
 PROBLEM = Problem.parse("8_16_4096_128", causal=True)
 TOOLKIT = "13.0.88"

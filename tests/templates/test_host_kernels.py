@@ -23,7 +23,9 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.gen.space import refusal, valid_configs
 from bwdtune.runtime.kernel import Kernel, KernelError, backward
-from bwdtune.tuner.lab.verification import Case, Verifier, make_inputs
+from bwdtune.tuner.lab.cases import Case
+from bwdtune.tuner.lab.inputs import make_inputs
+from bwdtune.tuner.lab.verification import Verifier
 
 VERIFIER = Verifier("cpu")
 KINDS = list(itertools.product(("bf16", "fp16"), (64, 128), (True, False)))

@@ -27,7 +27,8 @@ from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.gpu import current_device
-from bwdtune.tuner.cli import _target, main
+from bwdtune.tuner.cli import main
+from bwdtune.tuner.commands.cards import searched_card
 
 SHAPE = ["--shape", PROBLEM.shape, "--causal"]
 SMALL = ["--shape", "1_1_128_64", "--arch", "sm_120a"]
@@ -453,8 +454,8 @@ def test_search_bench_and_export_on_the_gpu(tmp_path: Path, database: Path) -> N
     ("arch", "expected"), [(None, "here"), ("sm_90a", "here"), ("sm_90", "here"), ("sm_120", RTX_5090.name)]
 )
 def test_the_gpu_is_searched_for_where_its_arch_is_meant(arch: str | None, expected: str) -> None:
-    assert _target(arch, replace(H200, name="here")).name == expected
+    assert searched_card(arch, replace(H200, name="here")).name == expected
 
 
 def test_without_a_gpu_the_write_ups_card_is_searched_for() -> None:
-    assert _target(None, None) == RTX_5090
+    assert searched_card(None, None) == RTX_5090

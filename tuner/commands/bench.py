@@ -1,45 +1,95 @@
-"""The write-up's table: named kernels, verified and then raced against each other in one run."""
+"""``tuner bench``: the write-up's table: named kernels, verified and then raced against each other in one run."""
 
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ...db.records import EMULATED as EMULATED_KIND
-from ...db.records import Environment
+import typer
+
+from ...db.records import EMULATED, Environment
 from ...gen.build.jobs import Variant, build
 from ...gen.device import Device
-from ...gen.emulation import EMULATED, emulation
+from ...gen.emulation import EMULATED_CARDS, emulation
 from ...gen.errors import BwdtuneError, UsageError
 from ...gen.families import FAMILIES, PRESETS, Config, parse_config, short_form
 from ...gen.problem import Problem
 from ...gen.render import render
 from ...gen.space import refusal
-from ..lab.gpu_client import CandidateError
+from ..lab.gate import verify_fully
+from ..lab.peers import PEERS
+from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import BENCH_POLICY
-from ..search.options import LIMITS
-from ..search.report import CYCLE_HEADINGS, Row
+from ..search.options import refuse_unknown_cards
+from ..search.rows import CYCLE_HEADINGS, Row
+from .cards import gpu_here, laboratory
+from .kernels import BEST
+from .options import CacheOption, DatabaseOption, EmulateOption, JsonOption, LimitsOption, for_problem
+from .output import print_result
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ...db.store import Store
-    from ..search.tuning import Bench
 
-PEERS = {"cudnn": "F.sdpa() (cuDNN)", "fa": "F.sdpa() (Flash Attention)"}
-"""PyTorch's own backward kernels, by the name they are asked for, and as the write-up's table has them."""
-
-BEST = "best"
 DIRECTION = "backward"
 DEFAULT_KERNELS = ("cudnn", "fa", "v1", "v2", "v3", BEST)
 DEFAULT_EMULATED_KERNELS = (*PRESETS, BEST)
 GROUPS = tuple(dict.fromkeys(group for family in FAMILIES.values() for group in (family.group, family.family)))
 """Names of which the fastest stored configuration is meant: a family, or families that stand for one together."""
+
+
+@for_problem()
+def command(
+    problem: Problem,
+    kernels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kernel",
+            "--config",
+            help=f"{', '.join((*PEERS, *PRESETS, BEST))}, a family ({', '.join(GROUPS)}), or an id; may be repeated.",
+        ),
+    ] = None,
+    direction: Annotated[str, typer.Option("--direction", help=f"{DIRECTION} alone is timed.")] = DIRECTION,
+    limits: LimitsOption = None,
+    emulate: EmulateOption = None,
+    cycles: Annotated[bool, typer.Option("--cycles", help="Have our kernels count their cycles.")] = False,
+    database: DatabaseOption = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Race kernels against each other on the GPU; each is verified first."""
+    from ...db.store import Store
+    from ...gen.build.toolchain import find_nvcc
+
+    names = kernels or (DEFAULT_EMULATED_KERNELS if emulate else DEFAULT_KERNELS)
+    check_kernels(names, direction, limits, emulate)
+    device = gpu_here()
+    with laboratory(device, find_nvcc().version) as (worker, environment):
+        assert environment
+        report = bench(
+            problem,
+            names,
+            device,
+            environment=environment,
+            worker=worker,
+            open_store=lambda: closing(Store.open(database, read_only=True)),
+            command_line=shlex.join(["tuner", *sys.argv[1:]]),
+            direction=direction,
+            limits=limits,
+            emulate=emulate,
+            cycles=cycles,
+            cache=cache,
+        )
+    print_result(report.to_dict(), [report.table()], as_json)
+    return 0 if any(row.ms or row.cycles for row in report.rows) else 1
 
 
 @dataclass(frozen=True)
@@ -107,20 +157,25 @@ class BenchReport:
             table.add_column(heading, justify="right")
         table.add_column("configuration", overflow="fold")
         for row in self.rows:
-            figures = row.to_dict(self.problem, self.device)
-            name = f"{row.kernel} (emulated)" if row.emulate else PEERS.get(row.kernel, row.kernel)
+            name = (
+                f"{row.kernel} (emulated)"
+                if row.emulate
+                else PEERS[row.kernel].title
+                if row.kernel in PEERS
+                else row.kernel
+            )
             config = short_form(row.config) if row.config else ""
             if row.note:
                 empty = [""] * (len(table.columns) - 3)
                 table.add_row(name, "n/a", *empty, f"{config}: {row.note}" if config else row.note)
                 continue
             cells = []
-            if row.ms is not None:
+            if row.timing:
                 cells = [
-                    f"{row.ms:.4f} ms",
-                    f"{row.low_ms:.4f} to {row.high_ms:.4f}",
-                    f"{figures['tflops']:.2f}",
-                    f"{figures['percent_of_peak']:.2f}%",
+                    f"{row.timing.median_ms:.4f} ms",
+                    f"{row.timing.low_ms:.4f} to {row.timing.high_ms:.4f}",
+                    f"{row.tflops(self.problem):.2f}",
+                    f"{row.percent_of_peak(self.problem, self.device):.2f}%",
                 ]
             cells += row.cycle_cells() if counted else []
             table.add_row(name, *cells, "" if row.max_error is None else f"{row.max_error:.5f}", config)
@@ -162,10 +217,7 @@ def check_kernels(kernels: Sequence[str], direction: str, limits: str | None, em
     """
     if direction != DIRECTION:
         raise UsageError(f"unknown direction {direction!r}: only {DIRECTION} is generated and timed here")
-    if limits is not None and limits not in LIMITS:
-        raise UsageError(f"unknown limits {limits!r}: use {', '.join(LIMITS)}")
-    if emulate is not None and emulate not in EMULATED:
-        raise UsageError(f"unknown card to emulate {emulate!r}: use {', '.join(EMULATED)}")
+    refuse_unknown_cards(limits, emulate)
     for name in PEERS if emulate else ():
         if name in kernels:
             raise UsageError(f"{name} is PyTorch's: only kernels that are generated here can be emulated")
@@ -184,7 +236,7 @@ def bench(
     environment: Environment,
     worker: Bench,
     open_store: Callable[[], AbstractContextManager[Store]],
-    command: str,
+    command_line: str,
     direction: str = DIRECTION,
     limits: str | None = None,
     emulate: str | None = None,
@@ -203,10 +255,10 @@ def bench(
         environment: Where the worker measures.
         worker: Verifies and times.
         open_store: Opens the database; called only where a kernel is looked up in it.
-        command: The command line, for the report.
+        command_line: For the report.
         direction: ``backward``.
-        limits: Keep to another card's limits: a key of `options.LIMITS`, or None.
-        emulate: Slow the card to another one's pace, and keep to its limits: a key of `gen.emulation.EMULATED`, or
+        limits: Keep to another card's limits: a key of `gen.emulation.EMULATED_CARDS`, or None.
+        emulate: Slow the card to another one's pace, and keep to its limits: such a key, or
             None. Rows then have cycles and no times, and ``best`` is the best emulated configuration.
         cycles: Have our kernels count their cycles; emulated ones do.
         cache: Where builds are kept; None for the usual place.
@@ -216,21 +268,21 @@ def bench(
         BwdtuneError: No compiler, no place for builds, or the GPU cannot run the problem at all.
     """
     check_kernels(kernels, direction, limits, emulate)
-    if emulate and EMULATED[emulate].arch == device.arch:
+    if emulate and EMULATED_CARDS[emulate].arch == device.arch:
         emulate = None  # it is that card
     if emulate:
         emulation(emulate, device)  # refuses a card that cannot
         limits = emulate
-    if limits and LIMITS[limits].arch == device.arch:
+    if limits and EMULATED_CARDS[limits].arch == device.arch:
         limits = None  # its own
     entries = _resolve(problem, list(dict.fromkeys(kernels)), environment, limits, emulate, open_store)
-    devices = [device, LIMITS[limits]] if limits else [device]
+    devices = [device, EMULATED_CARDS[limits]] if limits else [device]
     for entry in entries:
         reasons = [refusal(problem, entry.config, each) for each in devices] if entry.config else []
         for reason in filter(None, reasons):
             entry.drop(reason)
     if emulate:
-        _refuse_spills(problem, entries, EMULATED[emulate], cache)
+        _refuse_spills(problem, entries, EMULATED_CARDS[emulate], cache)
     variants = _compile(problem, entries, device, emulate, cycles, cache)
     _verify(problem, entries, variants, worker)
     notices = _race(problem, entries, variants, device, worker)
@@ -241,7 +293,7 @@ def bench(
         device=device,
         environment=environment,
         limits=limits,
-        command=command,
+        command=command_line,
         policy=BENCH_POLICY.id,
         date=datetime.now(timezone.utc),
         rows=tuple(entry.row for entry in entries),
@@ -317,7 +369,7 @@ def _stored_emulated(
     for measurement in store.measurements(problem):
         record = measurement.record
         here = record.environment.gpu == environment.gpu and record.limits == target
-        if here and measurement.verified and record.kind == EMULATED_KIND and record.cycles is not None:
+        if here and measurement.verified and record.kind == EMULATED and record.cycles is not None:
             counted.append((record.cycles, measurement.variant.config))
     for _, config in sorted(counted, key=lambda one: one[0]):
         for name in (config.family, config.group):
@@ -380,7 +432,7 @@ def _verify(problem: Problem, entries: Sequence[_Entry], variants: Mapping[Confi
     failures: dict[Config, str] = {}
     for config in dict.fromkeys(entry.config for entry in entries if entry.alive and entry.config):
         try:
-            verdicts = [worker.verify(problem, variants[config]), worker.verify_at(problem, variants[config])]
+            verdicts = verify_fully(worker, problem, variants[config])
         except CandidateError as error:
             failures[config] = str(error)
             continue
@@ -418,9 +470,9 @@ def _race(
             continue
         timing, counted = timings.get(_timed_as(entry)), timings.cycles.get(_timed_as(entry))
         if counted:
-            entry.row = entry.row.counted(counted, problem, device)
+            entry.row = entry.row.with_cycles(counted, problem, device)
         if timing and not entry.emulate:
-            entry.row = replace(entry.row, ms=timing.median_ms, low_ms=timing.low_ms, high_ms=timing.high_ms)
+            entry.row = replace(entry.row, timing=timing)
         if not (timing and (counted or not entry.emulate)):
             entry.drop(timings.unavailable.get(entry.name, "it was not timed"))
     return (timings.notice,) if timings.notice else ()

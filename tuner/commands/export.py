@@ -1,4 +1,4 @@
-"""Writes a kernel out as plain CUDA: the source as it was timed, its C header, a build and a self-checking example."""
+"""``tuner export``: a kernel as plain CUDA, with its C header, a build and a self-checking example."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ... import __version__
 from ...db.records import Winner
 from ...gen.device import HOST_ARCH, device_for_arch
 from ...gen.errors import BwdtuneError, UsageError
-from ...gen.families import Config, preset_name, short_form
+from ...gen.families import Config, preset_name
 from ...gen.problem import Problem
 from ...gen.render import TEMPLATES, Source, environment, render
-from ...gen.space import refusal
+from .cards import described_card
+from .kernels import BEST, named_config, require_valid, stored_winner
+from .options import EXAMPLE_SHAPE, NAMED_KERNEL, ArchOption, DatabaseOption, JsonOption, LimitsOption, for_problem
+from .output import print_result
 
 HEADER = "bwdtune_backward.h"
 MANIFEST = "bwdtune.json"
@@ -40,6 +45,27 @@ _ELEMENTS = {
     },
 }
 """The example's C++ names of each dtype, and the relative L2 error it allows."""
+
+
+@for_problem(EXAMPLE_SHAPE)
+def command(
+    problem: Problem,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The directory to write.")],
+    kernel: Annotated[str, typer.Option("--kernel", "--config", help=f"{NAMED_KERNEL}.")] = BEST,
+    arch: ArchOption = None,
+    limits: LimitsOption = None,
+    database: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a kernel as plain CUDA: source, header, CMake file, example and README."""
+    if kernel == BEST:
+        written = export_winner(stored_winner(problem, database, limits=limits, arch=arch), output)
+    else:
+        config = named_config(kernel, problem, database)
+        written = export_config(problem, config, described_card(arch).arch, output)
+    print_result(
+        written.to_dict(), [f"{written.config} for {written.arch}: {written.directory}", *written.files], as_json
+    )
 
 
 class ExportError(BwdtuneError):
@@ -123,9 +149,7 @@ def export_config(problem: Problem, config: Config, arch: str, directory: Path) 
     device = device_for_arch(arch)
     if device.arch == HOST_ARCH:
         raise UsageError("an export is CUDA source: choose a GPU's arch, such as sm_120a")
-    reason = refusal(problem, config, device)
-    if reason is not None:
-        raise UsageError(f"{short_form(config)} is impossible for {problem.label} on {device.arch}: {reason}")
+    require_valid(problem, config, device)
     return _write(problem, render(problem, config), device.arch, None, directory)
 
 

@@ -1,11 +1,13 @@
-"""What the compiler made of one configuration: registers, spills, shared memory and occupancy, beside the estimate."""
+"""``tuner inspect``: what the compiler made of one kernel, beside the estimate."""
 
 from __future__ import annotations
 
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ...gen.build.jobs import CompiledResources, Variant, build_one
 from ...gen.build.toolchain import cuobjdump
@@ -15,11 +17,46 @@ from ...gen.families import Config, preset_name, short_form
 from ...gen.families.base import Estimate
 from ...gen.problem import Problem
 from ...gen.render import render
-from ...gen.space import refusal
-from ...runtime.kernel import Kernel
+from .cards import described_card
+from .kernels import named_config, require_valid
+from .options import (
+    EXAMPLE_SHAPE,
+    ArchOption,
+    CacheOption,
+    DatabaseOption,
+    JsonOption,
+    KernelOption,
+    LimitsOption,
+    for_problem,
+)
+from .output import print_result
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+@for_problem(EXAMPLE_SHAPE)
+def command(
+    problem: Problem,
+    kernel: KernelOption,
+    arch: ArchOption = None,
+    limits: LimitsOption = None,
+    database: DatabaseOption = None,
+    cache: CacheOption = None,
+    source: Annotated[bool, typer.Option("--source", help="Print the generated source.")] = False,
+    machine_code: Annotated[bool, typer.Option("--sass", help="Print the machine code (needs cuobjdump).")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile a kernel and print what the compiler made of it: registers, spills, shared memory, occupancy."""
+    config = named_config(kernel, problem, database, limits=limits, arch=arch)
+    found = inspect(problem, config, described_card(arch), cache=cache)
+    if source:
+        print(found.variant.source.text)
+    elif machine_code:
+        assert found.variant.library, "a variant that was inspected was compiled"
+        print(sass(found.variant.library))
+    else:
+        print_result(found.to_dict(), [found.table(), found.kernels_table()], as_json)
 
 
 @dataclass(frozen=True)
@@ -140,9 +177,9 @@ def inspect(problem: Problem, config: Config, device: Device, *, cache: Path | N
     """
     if device.arch == HOST_ARCH:
         raise UsageError("a build for the host CPU has no registers or occupancy: choose a GPU's arch, such as sm_120a")
-    reason = refusal(problem, config, device)
-    if reason is not None:
-        raise UsageError(f"{short_form(config)} is impossible for {problem.label} on {device.arch}: {reason}")
+    from ...runtime.kernel import Kernel  # loads PyTorch
+
+    require_valid(problem, config, device)
     variant = build_one(render(problem, config), device.arch, cache=cache)
     if variant.library is None or variant.resources is None:
         raise BwdtuneError(f"{config.id}: the build reports no ptxas figures; its log is {variant.log}")

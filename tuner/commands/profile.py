@@ -1,4 +1,4 @@
-"""The write-up's hardware counters of one kernel, read by Nsight Compute (ncu)."""
+"""``tuner profile``: the write-up's hardware counters of one kernel, read by Nsight Compute (ncu)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 from ...gen.build.jobs import build_one
 from ...gen.build.toolchain import find_nvcc
 from ...gen.device import Device
-from ...gen.errors import BwdtuneError, UsageError
-from ...gen.families import Config, short_form
+from ...gen.errors import BwdtuneError
+from ...gen.families import Config, parse_config
 from ...gen.problem import Problem
 from ...gen.render import render
-from ...gen.space import refusal
+from .cards import gpu_here
+from .kernels import BEST, named_config, require_valid
+from .options import CacheOption, DatabaseOption, JsonOption, KernelOption, LimitsOption, for_problem
+from .output import print_result
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,6 +46,24 @@ _MILLISECONDS = {
     "second": 1e3,
 }
 _DURATION = "gpu__time_duration.sum"
+
+
+@for_problem()
+def command(
+    problem: Problem,
+    kernel: KernelOption,
+    limits: LimitsOption = None,
+    database: DatabaseOption = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Profile one kernel on the GPU with ncu."""
+    if kernel != BEST:
+        parse_config(kernel)  # refuses a name before it asks for a GPU
+    device = gpu_here()
+    config = named_config(kernel, problem, database, limits=limits, arch=device.arch)
+    found = profile(problem, config, device, kernel=kernel, cache=cache)
+    print_result(found.to_dict(), [found.table()], as_json)
 
 
 class ProfileError(BwdtuneError):
@@ -223,9 +244,7 @@ def profile(
         ProfileError: ncu is missing, was not allowed to read the counters, or failed.
         BwdtuneError: The kernel does not compile.
     """
-    reason = refusal(problem, config, device)
-    if reason is not None:
-        raise UsageError(f"{short_form(config)} is impossible for {problem.label} on {device.arch}: {reason}")
+    require_valid(problem, config, device)
     ncu = find_ncu()
     variant = build_one(render(problem, config), device.arch, cache=cache)
     target = [sys.executable, "-m", f"{__package__}.profile_target", str(variant.library), json.dumps(asdict(problem))]

@@ -15,7 +15,8 @@ import torch
 
 from ...gen.problem import Problem
 from ...runtime.kernel import Kernel
-from ..lab.verification import Case, make_inputs
+from ..lab.cases import Case
+from ..lab.inputs import make_inputs
 
 
 def main(library: str, problem_json: str) -> None:

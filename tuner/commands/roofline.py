@@ -1,17 +1,26 @@
-"""The speed of light of a problem on a device: its arithmetic and its traffic against the device's peaks."""
+"""``tuner roofline``: the speed of light of a problem, its arithmetic and its traffic against the card's peaks."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...gen.device import HOST_ARCH, RTX_5090, Device, device_for_arch
+from ...gen.device import HOST_ARCH, RTX_5090, Device
 from ...gen.errors import UsageError
 from ...gen.problem import Problem
-from ...runtime.gpu import NoGpuError, current_device
+from .cards import described_card
+from .options import ArchOption, JsonOption, for_problem
+from .output import print_result
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+@for_problem()
+def command(problem: Problem, arch: ArchOption = None, as_json: JsonOption = False) -> None:
+    """Print what a shape costs at the card's peak rates: operations, bytes, and the least time of each."""
+    found = roofline(problem, described_card(arch))
+    print_result(found.to_dict(), [found.table()], as_json)
 
 
 @dataclass(frozen=True)
@@ -100,23 +109,6 @@ def roofline(problem: Problem, device: Device) -> Roofline:
         bound="compute" if compute_ms >= memory_ms else "memory",
         bound_ms=max(compute_ms, memory_ms),
     )
-
-
-def target_device(arch: str | None) -> Device:
-    """The device that a command without a kernel to run speaks about.
-
-    Args:
-        arch: A compile target, or None for the current GPU; without one, the RTX 5090 of the write-up.
-
-    Raises:
-        UsageError: Unknown arch, or a GPU that no kernel here can run on.
-    """
-    if arch is not None:
-        return device_for_arch(arch)
-    try:
-        return current_device()
-    except NoGpuError:
-        return RTX_5090
 
 
 def _scaled(amount: int) -> str:

@@ -1,22 +1,54 @@
-"""From a database to the table of configurations that a version ships: ``tuner ship``."""
+"""``tuner ship``: from a database to the table of configurations that a version ships."""
 
 from __future__ import annotations
 
 import shlex
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from ...db.records import EMULATED, MEASURED, EmulatedBest, Winner
 from ...db.shipped import Shipped, write_shipped
 from ...gen.device import device_for_arch
-from ...gen.emulation import EMULATED as CARDS
+from ...gen.emulation import EMULATED_CARDS
 from ...gen.problem import Problem
 from ...gen.render import render
 from ...runtime.gpu import gpu_key
+from .options import DatabaseOption, JsonOption
+from .output import print_result
+from .tables import shipped_table, shipped_to_dict
 
 if TYPE_CHECKING:
     from ...db.store import Store
+
+
+def command(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file to write. Default: the package's own table.")
+    ] = None,
+    interrupted: Annotated[
+        bool, typer.Option("--interrupted", help="Ship the best of interrupted searches, too.")
+    ] = False,
+    database: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the table of shipped configurations from a database: its winners, and its best emulated ones.
+
+    For whoever makes a version of this program. The table is written anew: nothing it held before is kept.
+    """
+    from ...db.store import Store
+
+    with closing(Store.open(database, read_only=True)) as store:
+        written = ship(store, output, interrupted=interrupted)
+    data = {
+        "file": str(written.path),
+        "rows": [shipped_to_dict(row) for row in written.rows],
+        "left_out": list(written.left_out),
+    }
+    print_result(data, [shipped_table(written.rows), *written.left_out, f"written to {written.path}"], as_json)
 
 
 @dataclass(frozen=True)
@@ -94,7 +126,7 @@ def _emulated(best: EmulatedBest) -> Shipped:
     return Shipped(
         problem=best.problem,
         config=best.config,
-        gpu=gpu_key(CARDS[best.target]),
+        gpu=gpu_key(EMULATED_CARDS[best.target]),
         kind=EMULATED,
         environment=best.environment,
         policy=best.policy,

@@ -1,25 +1,54 @@
-"""One configuration's gradients against fp64, beside PyTorch's own: ``tuner verify``."""
+"""``tuner verify``: one configuration's gradients against fp64, beside PyTorch's own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ...db.records import VerificationRecord
 from ...gen.build.jobs import build_one
-from ...gen.device import HOST_ARCH, Device
+from ...gen.device import HOST, HOST_ARCH, Device, device_for_arch
 from ...gen.errors import UsageError
 from ...gen.families import Config, short_form
 from ...gen.problem import Problem
 from ...gen.render import render
-from ...gen.space import refusal
-from ..lab.gpu_client import CandidateError, Worker
+from ..lab.gate import verify_fully
+from ..lab.gpu_client import Worker
+from ..lab.protocol import CandidateError
+from .cards import gpu_here
+from .kernels import named_config, require_valid
+from .options import CacheOption, DatabaseOption, JsonOption, KernelOption, LimitsOption, for_problem
+from .output import print_result
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _GRADIENTS = ("dq", "dk", "dv")
+
+
+@for_problem()
+def command(
+    problem: Problem,
+    kernel: KernelOption,
+    arch: Annotated[str | None, typer.Option("--arch", help="host runs it on the CPU. Default: the GPU's.")] = None,
+    limits: LimitsOption = None,
+    database: DatabaseOption = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Check one kernel's gradients against fp64, and print its errors beside PyTorch's."""
+    config = named_config(kernel, problem, database, limits=limits)
+    target = None if arch is None else device_for_arch(arch)
+    device = HOST if target is HOST else gpu_here()
+    if target and target.arch != device.arch:
+        raise UsageError(f"the GPU here is {device.name} ({device.arch}): what is compiled for {arch} cannot run")
+    checked = check(problem, config, device, cache=cache)
+    verdict = f"{short_form(config)} {'passed' if checked.passed else f'FAILED: {checked.reason}'}"
+    print_result(checked.to_dict(), [checked.table(), verdict], as_json)
+    return 0 if checked.passed else 1
 
 
 @dataclass(frozen=True)
@@ -89,17 +118,12 @@ def check(problem: Problem, config: Config, device: Device, *, cache: Path | Non
         UsageError: The configuration is impossible for this problem and device.
         BwdtuneError: It does not compile, or nothing can be verified here.
     """
-    reason = refusal(problem, config, device)
-    if reason is not None:
-        raise UsageError(f"{short_form(config)} is impossible for {problem.label} on {device.arch}: {reason}")
+    require_valid(problem, config, device)
     variant = build_one(render(problem, config), device.arch, cache=cache)
     on_host = device.arch == HOST_ARCH
     with Worker("cpu" if on_host else "cuda:0") as worker:
-        checks = [worker.verify] if on_host else [worker.verify, worker.verify_at]
-        records = []
-        for run in checks:
-            try:
-                records.append(run(problem, variant))
-            except CandidateError as error:
-                records.append(VerificationRecord(False, float("inf"), {}, str(error)))
-    return Check(problem, config, device, tuple(records))
+        try:
+            records = verify_fully(worker, problem, variant, full_size=not on_host)
+        except CandidateError as error:
+            records = (VerificationRecord(False, float("inf"), {}, str(error)),)
+    return Check(problem, config, device, records)

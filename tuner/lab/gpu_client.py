@@ -7,70 +7,20 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ...db.records import VerificationRecord
 from ...gen.build.jobs import Variant
-from ...gen.errors import BwdtuneError
 from ...gen.problem import Problem
+from .protocol import Answer, CandidateError, Request, WorkerError
 from .timing import Policy, Timings
 
 START_LIMIT_S = 300.0
 REQUEST_LIMIT_S = 120.0
 CPU_REQUEST_LIMIT_S = 600.0  # where large groups of heads and a busy machine take their time
 _END_LIMIT_S = 10.0
-
-
-class CandidateError(BwdtuneError):
-    """A candidate crashed, hung or was refused by the GPU; the others can go on.
-
-    Attributes:
-        candidate: The configuration's id, where it is known which of several it was.
-    """
-
-    def __init__(self, reason: str, candidate: str | None = None) -> None:
-        super().__init__(reason)
-        self.candidate = candidate
-
-
-class WorkerError(BwdtuneError):
-    """The process does not start, or the GPU cannot run the problem: no candidate's fault."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the child is asked for: a method of its bench, and the arguments."""
-
-    method: str
-    arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Running:
-    """Said by the child before its answer: a kernel runs for the first time, or (None) all of them have run."""
-
-    name: str | None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the child replies to a request.
-
-    Attributes:
-        result: What was asked for.
-        failure: One line: why the candidate failed.
-        sick: The device no longer works for the child, which must be replaced.
-        fatal: One line: why no candidate can succeed.
-        candidate: Whose failure it is, where that is known.
-    """
-
-    result: Any = None
-    failure: str = ""
-    sick: bool = False
-    fatal: str = ""
-    candidate: str | None = None
 
 
 class Worker:

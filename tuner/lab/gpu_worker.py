@@ -1,4 +1,4 @@
-"""The process that owns the GPU: loads kernels, checks and times them when its parent, `worker`, asks."""
+"""The process that owns the GPU: loads kernels, checks and times them when its client asks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -20,15 +20,12 @@ from ...gen.errors import BwdtuneError
 from ...gen.problem import Problem
 from ...runtime import torch_attention
 from ...runtime.kernel import Kernel, KernelError
-from .gpu_client import Answer, Request, Running
-from .timing import Policy, Timed, Timings, time_kernels
-from .verification import Inputs, Verifier
-
-PEERS: dict[str, Callable[..., torch_attention.Forward]] = {
-    "fa": torch_attention.flash,
-    "cudnn": torch_attention.cudnn,
-}
-"""PyTorch's own kernels that are timed beside ours."""
+from .inputs import Inputs
+from .peers import PEERS
+from .protocol import Answer, Request, Running
+from .stopwatch import Timed, time_kernels
+from .timing import Policy, Timings
+from .verification import Verifier
 
 
 def main(connection: Connection, device: str) -> None:
@@ -162,7 +159,7 @@ class _GpuBench:
         if self._device.type != "cuda":
             raise KernelError("it runs on a GPU only")
         if inputs.features.plain:
-            forward = PEERS[name](inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
+            forward = PEERS[name].forward(inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
         elif name == "fa" and not problem.softcap:
             forward = inputs.forward
         else:

@@ -1,4 +1,4 @@
-"""The road of a candidate: proposed, compiled ahead, held to the compiler gate, decided, and told to the sampler."""
+"""A candidate: proposed, compiled ahead, held to the compiler gate, decided, and told to the sampler."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from ...db.records import Environment, VariantRecord
+from ...db.records import Environment
 from ...gen.build.jobs import Variant, job_limit
 from ...gen.device import Device
-from ...gen.emulation import emulation
+from ...gen.emulation import EMULATED_CARDS, emulation
 from ...gen.families import Config, preset_name
 from ...gen.problem import Problem
-from ...gen.render import Source, render, template_hash
+from ...gen.render import Source, render
 from ...gen.space import refusals, valid_configs
 from ..interrupts import Interrupts
 from .compilers import Compilers
-from .options import LIMITS, SearchOptions
+from .options import SearchOptions
+from .progress import PhaseClock, Progress, Status
 from .proposals import Outcome, Proposal, Proposals
-from .report import Counts, PhaseClock, Progress, Row, SearchResult, Status, kinds_of_refusal
-
-if TYPE_CHECKING:
-    from ...db.store import Store
+from .result import Counts, SearchResult, kinds_of_refusal
+from .rows import Row
 
 SPILL_BOUND_BYTES = 32
 """Spill stores and loads that the compiler gate lets pass: four registers, stored and loaded once. ptxas puts so few
@@ -86,7 +84,6 @@ class CandidateSearch(ABC):
     Args:
         problem: What is to be computed.
         device: The card, or the one that stands for a compile target.
-        store: Where results go.
         options: See `SearchOptions`.
         builder: Compiles.
         progress: Is told how it goes.
@@ -99,14 +96,13 @@ class CandidateSearch(ABC):
         self,
         problem: Problem,
         device: Device,
-        store: Store,
         options: SearchOptions,
         builder: Builder,
         progress: Progress,
     ) -> None:
         self.clock = PhaseClock()
-        self.problem, self.device, self.store, self.options = problem, device, store, options
-        self.space_device = LIMITS[options.within] if options.within else device
+        self.problem, self.device, self.options = problem, device, options
+        self.space_device = EMULATED_CARDS[options.within] if options.within else device
         if options.emulate:
             emulation(options.emulate, device)  # refuses a card that cannot
         self.configs = valid_configs(problem, self.space_device)
@@ -122,7 +118,7 @@ class CandidateSearch(ABC):
         self._total = 0
 
     def run(self) -> SearchResult:
-        """Searches. See `search.search`."""
+        """Does the search, and puts everything away. See `search.search`."""
         # Of more threads than candidates are compiled ahead, some would never have anything to do.
         threads = min(job_limit(os.environ), LOOK_AHEAD)
         self._compilers: Compilers[Candidate, Compiled] = Compilers(self.compile, threads)
@@ -146,7 +142,7 @@ class CandidateSearch(ABC):
         limits_variant = None
         if self.options.within:
             plain = render(self.problem, candidate.config)
-            limits_variant = self.builder(plain, LIMITS[self.options.within].arch)
+            limits_variant = self.builder(plain, EMULATED_CARDS[self.options.within].arch)
             refused = _refused(limits_variant, spill_bound_bytes=0)
             if refused and not exempt:
                 return Compiled(None, limits_variant, refused)
@@ -230,28 +226,6 @@ class CandidateSearch(ABC):
         """A note that is shown now and listed at the end."""
         self.notes.append(text)
         self._progress.notice(text)
-
-    def record(self, variant: Variant) -> int:
-        """Stores what the compiler made of a source; returns the variant's id."""
-        compiled, needs = variant.resources, variant.source.config.estimate(self.problem)
-        return self.store.record_variant(
-            self.problem,
-            VariantRecord(
-                config=variant.source.config,
-                source_hash=variant.source.hash,
-                template_hash=template_hash(variant.source.config.family),
-                arch=variant.arch,
-                toolchain=variant.toolchain,
-                status=variant.status,
-                error=variant.error,
-                registers=compiled.registers if compiled else None,
-                spill_bytes=compiled.spill_bytes if compiled else None,
-                stack_bytes=compiled.stack_bytes if compiled else None,
-                shared_memory_bytes=needs.shared_memory_bytes,
-                threads=needs.threads,
-                compile_seconds=variant.seconds,
-            ),
-        )
 
     def row(self, kernel: str, config: Config, variant: Variant | None = None, note: str = "") -> Row:
         """A row with a configuration's resources and no time."""

@@ -121,7 +121,7 @@ def predict(
         config: A configuration that is valid for it on the device.
         device: The card.
         resources: What the compiler made of it; None estimates the registers, and takes it to spill nothing.
-        emulate: The card whose pace it is slowed to: a key of `gen.emulation.EMULATED`.
+        emulate: The card whose pace it is slowed to: a key of `gen.emulation.EMULATED_CARDS`.
     """
     clock_ghz, blocks = device.boost_clock_ghz, _resident_blocks(problem, config, device, resources)
     sm = _Sm(

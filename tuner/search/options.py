@@ -5,13 +5,10 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from ...gen.emulation import EMULATED
+from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import UsageError
 
 SAMPLERS = ("learned", "tpe", "random", "exhaustive")
-
-LIMITS = EMULATED
-"""Cards whose limits a search on another card can keep to: those whose pace it can, as it then keeps to both."""
 
 DEFAULT_TRIALS = 60
 
@@ -25,9 +22,9 @@ class SearchOptions:
         seed: Seeds the sampler; None draws one, which the result tells.
         trials: Candidates to decide.
         time_s: After so many seconds no further candidate is begun; the final race still runs.
-        limits: A key of ``LIMITS``, or None.
-        emulate: A card whose pace candidates are slowed to, and whose limits they keep to: a key of
-            `gen.emulation.EMULATED`, or None. They are then ranked by cycles.
+        limits: A card whose limits candidates keep to: a key of `gen.emulation.EMULATED_CARDS`, or None.
+        emulate: A card whose pace candidates are slowed to, and whose limits they keep to: such a key, or None. They
+            are then ranked by cycles.
 
     Raises:
         UsageError: One of them is impossible.
@@ -48,13 +45,23 @@ class SearchOptions:
     def __post_init__(self) -> None:
         if self.sampler not in SAMPLERS:
             raise UsageError(f"unknown sampler {self.sampler!r}: use one of {', '.join(SAMPLERS)}")
-        if self.limits is not None and self.limits not in LIMITS:
-            raise UsageError(f"unknown limits {self.limits!r}: use {', '.join(LIMITS)}")
-        if self.emulate is not None and self.emulate not in EMULATED:
-            raise UsageError(f"unknown card to emulate {self.emulate!r}: use {', '.join(EMULATED)}")
+        refuse_unknown_cards(self.limits, self.emulate)
         if self.trials < 1:
             raise UsageError(f"trials is {self.trials}: it must be at least 1")
         if self.time_s is not None and not 0 < self.time_s <= threading.TIMEOUT_MAX:
             raise UsageError(f"time is {self.time_s}: it must be a positive number of seconds, or left out")
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise UsageError(f"seed is {self.seed}: it must lie between 0 and {2**32 - 1}")
+
+
+def refuse_unknown_cards(limits: str | None, emulate: str | None) -> None:
+    """Refuses the name of a card that no search can keep to or emulate.
+
+    Raises:
+        UsageError: With the names that there are.
+    """
+    known = ", ".join(EMULATED_CARDS)
+    if limits is not None and limits not in EMULATED_CARDS:
+        raise UsageError(f"unknown limits {limits!r}: use {known}")
+    if emulate is not None and emulate not in EMULATED_CARDS:
+        raise UsageError(f"unknown card to emulate {emulate!r}: use {known}")

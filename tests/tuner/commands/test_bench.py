@@ -23,7 +23,8 @@ from bwdtune.gen.render import Source, render, template_hash
 from bwdtune.runtime.gpu import current_device, environment
 from bwdtune.tuner.commands import bench as module
 from bwdtune.tuner.commands.bench import DEFAULT_KERNELS, BenchReport, bench
-from bwdtune.tuner.lab.gpu_client import CandidateError, Worker
+from bwdtune.tuner.lab.gpu_client import Worker
+from bwdtune.tuner.lab.protocol import CandidateError
 from bwdtune.tuner.lab.timing import BENCH_POLICY, Cycles, Policy, Timing, Timings
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
@@ -106,7 +107,7 @@ def no_store() -> AbstractContextManager[Store]:
 
 
 def run(kernels: Sequence[str], worker: FakeWorker | None = None, open_store=no_store, **options) -> BenchReport:
-    options = {"device": H200, "environment": ENVIRONMENT, "command": "tuner bench", **options}
+    options = {"device": H200, "environment": ENVIRONMENT, "command_line": "tuner bench", **options}
     return bench(SEED, kernels, worker=worker or FakeWorker(), open_store=open_store, **options)
 
 
@@ -139,7 +140,7 @@ def test_the_write_ups_table():
 
 
 def test_json_keeps_its_names():
-    report = run(["cudnn", "v3"], command="tuner bench --shape 8_16_4096_128 --causal").to_dict()
+    report = run(["cudnn", "v3"], command_line="tuner bench --shape 8_16_4096_128 --causal").to_dict()
     head = {key: report[key] for key in ("gpu", "driver", "torch", "nvcc", "shape", "causal", "dtype")}
     assert head == {
         "gpu": "NVIDIA H200",
@@ -293,7 +294,7 @@ def real(device: Device, worker: Worker, toolkit: str) -> BenchReport:
         environment=environment(device, toolkit),
         worker=worker,
         open_store=no_store,
-        command="tuner bench",
+        command_line="tuner bench",
     )
 
 
@@ -317,7 +318,7 @@ def test_cycles_of_a_real_worker_on_the_cpu(monkeypatch):
             environment=environment(HOST, "g++"),
             worker=worker,
             open_store=no_store,
-            command="tuner bench",
+            command_line="tuner bench",
             emulate="sm_120",
         )
     (row,) = report.rows

@@ -9,7 +9,8 @@ from bwdtune.gen.device import HOST, RTX_5090, device_for_arch
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.gpu import NoGpuError
-from bwdtune.tuner.commands.roofline import roofline, target_device
+from bwdtune.tuner.commands.cards import described_card
+from bwdtune.tuner.commands.roofline import roofline
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
@@ -63,14 +64,14 @@ def test_the_host_has_no_roofline():
 
 
 def test_device_is_the_arch_then_the_gpu_then_the_5090(monkeypatch):
-    assert target_device("sm_90a") is device_for_arch("sm_90a")
-    monkeypatch.setattr("bwdtune.tuner.commands.roofline.current_device", lambda: device_for_arch("sm_90a"))
-    assert target_device(None).arch == "sm_90a"
+    assert described_card("sm_90a") is device_for_arch("sm_90a")
+    monkeypatch.setattr("bwdtune.tuner.commands.cards.current_device", lambda: device_for_arch("sm_90a"))
+    assert described_card(None).arch == "sm_90a"
 
     def no_gpu():
         raise NoGpuError("no GPU")
 
-    monkeypatch.setattr("bwdtune.tuner.commands.roofline.current_device", no_gpu)
-    assert target_device(None) is RTX_5090
+    monkeypatch.setattr("bwdtune.tuner.commands.cards.current_device", no_gpu)
+    assert described_card(None) is RTX_5090
     with pytest.raises(UsageError, match="unknown arch"):
-        target_device("sm_75")
+        described_card("sm_75")

@@ -25,7 +25,8 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES, Source, render
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel
-from bwdtune.tuner.lab.gpu_client import CandidateError, Worker, WorkerError
+from bwdtune.tuner.lab.gpu_client import Worker
+from bwdtune.tuner.lab.protocol import CandidateError, WorkerError
 from bwdtune.tuner.lab.timing import Policy
 
 PROBLEM = Problem.parse("1_2_33_32", causal=True)

@@ -9,17 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bwdtune.tuner.lab import timing
-from bwdtune.tuner.lab.timing import (
-    BENCH_POLICY,
-    RACE_POLICY,
-    SEARCH_POLICY,
-    Policy,
-    Timed,
-    Timing,
-    Timings,
-    time_kernels,
-)
+from bwdtune.tuner.lab import stopwatch
+from bwdtune.tuner.lab.stopwatch import Timed, time_kernels
+from bwdtune.tuner.lab.timing import BENCH_POLICY, RACE_POLICY, SEARCH_POLICY, Policy, Timing, Timings
 
 CPU = torch.device("cpu")
 QUICK = Policy(warmup_ms=1, budget_ms=20, min_samples=4, max_samples=8)
@@ -84,13 +76,13 @@ def test_a_failing_kernel_is_known_by_its_first_run() -> None:
     ],
 )
 def test_a_busy_gpu_is_noticed(low: float, high: float, processes: int | None, words: list[str]) -> None:
-    notice = timing._notice({"a": Timing(1, 1, 1.05, 9), "b": Timing(1, low, high, 9)}, processes)
+    notice = stopwatch._notice({"a": Timing(1, 1, 1.05, 9), "b": Timing(1, low, high, 9)}, processes)
     assert bool(notice) == bool(words)
     assert all(word in notice for word in words)
 
 
 def test_the_clocks_own_grain_is_no_noise() -> None:
-    assert timing._notice({"tiny": Timing(0.01, 0.008, 0.012, 9)}, None) == ""
+    assert stopwatch._notice({"tiny": Timing(0.01, 0.008, 0.012, 9)}, None) == ""
 
 
 def test_timings_are_a_mapping_that_travels_between_processes() -> None:

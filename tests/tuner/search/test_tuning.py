@@ -45,13 +45,17 @@ from bwdtune.gen.families import PRESETS, Config, parse_config, short_form
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
 from bwdtune.gen.space import refusal, valid_configs
-from bwdtune.tuner.lab.gpu_client import Worker, WorkerError
+from bwdtune.tuner.lab.gpu_client import Worker
+from bwdtune.tuner.lab.peers import PEERS
+from bwdtune.tuner.lab.protocol import WorkerError
 from bwdtune.tuner.lab.timing import SEARCH_POLICY
 from bwdtune.tuner.search.candidates import EMULATED_SPILL_BOUND_BYTES, LOOK_AHEAD, SPILL_BOUND_BYTES
 from bwdtune.tuner.search.cost_model import ranked
 from bwdtune.tuner.search.options import SAMPLERS, SearchOptions
-from bwdtune.tuner.search.report import SearchResult, progress_for
-from bwdtune.tuner.search.tuning import HEAD_STARTS, PEERS, search
+from bwdtune.tuner.search.progress import progress_for
+from bwdtune.tuner.search.result import SearchResult
+from bwdtune.tuner.search.search import search
+from bwdtune.tuner.search.tuning import HEAD_STARTS
 
 V1, V2, V3 = (PRESETS[name] for name in ("v1", "v2", "v3"))
 

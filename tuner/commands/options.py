@@ -1,0 +1,118 @@
+"""What people type for more than one command: the options of a problem, of a card and of where things are kept."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from ...gen.emulation import EMULATED_CARDS
+from ...gen.errors import UsageError
+from ...gen.families import PRESETS
+from ...gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem
+
+_R = TypeVar("_R")
+
+EXAMPLE_SHAPE = "8_16_4096_128"
+NAMED_KERNEL = (
+    f"best (the stored winner), a preset ({', '.join(PRESETS)}), a preset and what differs from it ('v3 stages=3'), "
+    "or a configuration's id"
+)
+"""What ``--kernel`` takes."""
+
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option("--db", help="Database file or URL. Default: BWDTUNE_DB, else a file in the user's data folder."),
+]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option("--cache", help="Where compiled kernels are kept. Default: BWDTUNE_CACHE, else in ~/.cache."),
+]
+LimitsOption = Annotated[
+    str | None, typer.Option("--limits", help=f"Keep to another card's limits: {', '.join(EMULATED_CARDS)}.")
+]
+EmulateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--emulate", help=f"Slow the GPU to another card's mma rate and rank by cycles: {', '.join(EMULATED_CARDS)}."
+    ),
+]
+ArchOption = Annotated[str | None, typer.Option("--arch", help="Compile target, such as sm_120a. Default: the GPU's.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+KernelOption = Annotated[str, typer.Option("--kernel", "--config", help=f"{NAMED_KERNEL}.")]
+
+
+def for_problem(default_shape: str | None = None) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
+    """Has a command take the options that describe a problem, in place of its first parameter, the `Problem`.
+
+    Args:
+        default_shape: Of a command that can do without a shape.
+    """
+
+    def decorate(command: Callable[..., _R]) -> Callable[..., _R]:
+        described = inspect.signature(_problem, eval_str=True).parameters
+        shape = described["shape"] if default_shape is None else described["shape"].replace(default=default_shape)
+        _, *others = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [shape, *list(described.values())[1:], *others]
+
+        def with_options(**given: Any) -> _R:
+            return command(_problem(**{name: given.pop(name) for name in described}), **given)
+
+        # All that typer looks at; only keywords may follow in any order, with defaults or without.
+        with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
+        with_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters]
+        )
+        return with_options
+
+    return decorate
+
+
+def _problem(
+    shape: Annotated[
+        str, typer.Option("--shape", help="B_H_S_D, or B_HQ_HKV_S_D for grouped queries; S may be SQxSKV.")
+    ],
+    causal: Annotated[bool, typer.Option("--causal", help="A query sees no key past its diagonal.")] = False,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            "--window", help="LEFT,RIGHT: how many keys before and after its diagonal a query sees; -1 for all."
+        ),
+    ] = None,
+    alignment: Annotated[
+        str,
+        typer.Option("--alignment", help="Where the diagonal lies if Sq and Skv differ: top-left or bottom-right."),
+    ] = TOP_LEFT,
+    softcap: Annotated[bool, typer.Option("--softcap", help="Scores are capped: c * tanh(score / c).")] = False,
+    varlen: Annotated[
+        bool, typer.Option("--varlen", help="Packed sequences of different lengths: B of them, of at most S.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Gradients have the same bits on every run.")
+    ] = False,
+    dtype: Annotated[str, typer.Option("--dtype", help="bf16 or fp16.")] = "bf16",
+) -> Problem:
+    """The problem that these options describe."""
+    left, right = UNLIMITED, UNLIMITED
+    if window is not None:
+        limits = re.fullmatch(r"(-1|\d+),(-1|\d+)", window, re.ASCII)
+        if not limits:
+            raise UsageError(f"malformed window {window!r}: write LEFT,RIGHT, such as 1024,0 or -1,128")
+        left, right = int(limits[1]), int(limits[2])
+    if alignment not in (TOP_LEFT, BOTTOM_RIGHT):
+        raise UsageError(f"unknown alignment {alignment!r}: use {TOP_LEFT} or {BOTTOM_RIGHT}")
+    return Problem.parse(
+        shape,
+        dtype=dtype,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        bottom_right=alignment == BOTTOM_RIGHT,
+        softcap=softcap,
+        varlen=varlen,
+        deterministic=deterministic,
+    )

@@ -1,0 +1,99 @@
+"""``tuner search``: finds the fastest configuration for a problem and stores it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from ...gen.device import H200, HOST_ARCH, RTX_5090
+from ...gen.emulation import EMULATED_CARDS
+from ...gen.errors import UsageError
+from ...gen.problem import Problem
+from ...runtime.gpu import NoGpuError, current_device
+from ..search.options import DEFAULT_TRIALS, SAMPLERS, SearchOptions
+from .cards import laboratory, searched_card
+from .options import (
+    ArchOption,
+    CacheOption,
+    DatabaseOption,
+    EmulateOption,
+    JsonOption,
+    LimitsOption,
+    for_problem,
+)
+from .output import console, print_result
+
+INTERRUPTED = 130
+
+
+@for_problem()
+def command(
+    problem: Problem,
+    trials: Annotated[int, typer.Option("--trials", help="How many candidates to decide.")] = DEFAULT_TRIALS,
+    time: Annotated[float | None, typer.Option("--time", help="Begin no candidate after so many seconds.")] = None,
+    sampler: Annotated[str, typer.Option("--sampler", help=f"{', '.join(SAMPLERS)}.")] = SearchOptions.sampler,
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes the sampler's choices repeatable.")] = None,
+    limits: LimitsOption = None,
+    emulate: EmulateOption = None,
+    arch: ArchOption = None,
+    database: DatabaseOption = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Search for the fastest correct kernel for a shape, and store it as the winner.
+
+    Without a GPU, or for another card's --arch, nothing is timed: candidates are compiled, checked on the CPU,
+    and listed by predicted time.
+    With --emulate the best candidate is stored as the best emulated one; it never becomes a winner.
+    """
+    options = SearchOptions(sampler=sampler, seed=seed, trials=trials, time_s=time, limits=limits, emulate=emulate)
+    from ...db.store import Store
+    from ...gen.build.jobs import build
+    from ...gen.build.toolchain import find_compiler
+    from ...gen.paths import writable_cache_dir
+    from ...gen.space import valid_configs
+    from ..search.progress import progress_for
+
+    gpu, why_not = None, ""
+    try:
+        gpu = current_device()
+    except NoGpuError as error:
+        why_not = str(error)
+    device = searched_card(H200.arch if arch is None and emulate and gpu is None else arch, gpu)
+    if device.arch == HOST_ARCH:
+        raise UsageError(f"a search is for a GPU: use --arch {RTX_5090.arch}, and `tuner verify --arch {HOST_ARCH}`")
+    if options.within and EMULATED_CARDS[options.within].arch == device.arch:
+        options = replace(options, limits=None, emulate=None)  # they are its own
+    valid_configs(problem, EMULATED_CARDS[options.within] if options.within else device)
+    toolkit = find_compiler(device.arch).version
+    if options.within:
+        find_compiler(EMULATED_CARDS[options.within].arch)
+    writable_cache_dir(cache)
+
+    errors = console(stderr=True)
+    if device is not gpu and arch is None:
+        errors.print(f"compiling for {device.name}, since {why_not}", soft_wrap=True)
+    with (
+        closing(Store.open(database)) as store,
+        laboratory(device if device is gpu else None, toolkit) as (worker, environment),
+    ):
+        from ..search.search import search
+
+        result = search(
+            problem,
+            device,
+            store,
+            options,
+            builder=lambda source, target: build([source], target, cache=cache, jobs=1)[0],
+            progress=progress_for(errors),
+            bench=worker,
+            environment=environment,
+        )
+    print_result(result.to_dict(), [result.table(), *result.summary()], as_json)
+    if result.interrupted:
+        return INTERRUPTED
+    found = result.winner if result.environment else result.rows  # of a survey, what is worth being measured
+    return 0 if found else 1

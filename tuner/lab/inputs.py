@@ -1,0 +1,103 @@
+"""What a kernel is given: tensors of several kinds of content, drawn from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...runtime import torch_attention
+from ...runtime.features import Features
+from ...runtime.kernel import TORCH_DTYPES
+from .cases import Case
+
+_FAR_SCORE = 150.0  # at the default scale; exp(89) overflows in fp32
+
+
+def _normal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
+    del q, k, v, dout  # as they were drawn
+
+
+def _large_features(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
+    """A few channels far larger than the others, as trained models have them."""
+    channels = slice(3, 6)
+    for tensor, factor in ((q, 4.0), (k, 4.0), (v, 16.0), (dout, 16.0)):
+        tensor[..., channels] *= factor
+
+
+def _equal_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
+    """A long run of one token (padding, silence): most of dS cancels."""
+    del dout
+    run = slice(0, max(1, k.shape[2] * 3 // 4))
+    k[:, :, run] = k[:, :, :1].clone()
+    v[:, :, run] = v[:, :, :1].clone()
+    q[:, :, : q.shape[2] // 2] = q[:, :, :1].clone()
+
+
+def _near_one_hot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
+    """Each query is some key that it sees, weakly or strongly scaled: one probability is almost one."""
+    del v, dout
+    rows = torch.arange(q.shape[2], device=q.device)
+    keys = rows * 7919 % (rows + 1).clamp(max=k.shape[2])
+    strength = torch.where(rows % 2 == 0, 1.0, 2.5)[:, None]
+    q.copy_(k.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, keys] * strength)
+
+
+def _far_below_zero(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
+    """Every score is about -150, where exp(0 - lse) overflows: a key past the end, whose score is 0, must not count."""
+    del v, dout
+    offset = _FAR_SCORE**0.5 / q.shape[-1] ** 0.25
+    q.mul_(0.1).sub_(offset)
+    k.add_(offset)
+
+
+INPUTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]] = {
+    "normal": _normal,
+    "large features": _large_features,
+    "equal tokens": _equal_tokens,
+    "near one-hot": _near_one_hot,
+    "far below zero": _far_below_zero,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a backward is given, on one device. Sequences of several lengths are a batch of one, and S counts them all.
+
+    Attributes:
+        q: (B, Hq, Sq, D).
+        k: (B, Hkv, Skv, D).
+        v: (B, Hkv, Skv, D).
+        dout: (B, Hq, Sq, D).
+        features: The window, the cap and the sequences.
+        forward: PyTorch's forward of q, k and v.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    features: Features
+    forward: torch_attention.Forward
+
+
+def make_inputs(case: Case, device: torch.device) -> Inputs:
+    """Draws a case's inputs: the same at each call on one kind of device."""
+    problem, dtype = case.problem, TORCH_DTYPES[case.problem.dtype]
+    generator = torch.Generator(device).manual_seed(20 + case.draw)
+    batch, (positions_q, positions_kv) = 1 if problem.varlen else problem.batch, case.positions
+    queries = (batch, problem.heads_q, positions_q, problem.head_dim)
+    keys = (batch, problem.heads_kv, positions_kv, problem.head_dim)
+
+    def draw(shape: tuple[int, int, int, int]) -> torch.Tensor:
+        batch, heads, seqlen, head_dim = shape
+        stored = (batch, seqlen, heads, head_dim) if case.heads_inside else shape
+        values = torch.randn(stored, device=device, dtype=dtype, generator=generator)
+        return values.transpose(1, 2) if case.heads_inside else values
+
+    q, k, v, dout = (draw(shape) for shape in (queries, keys, keys, queries))
+    INPUTS[case.inputs](q, k, v, dout)
+    features = case.features(device)
+    forward = torch_attention.forward(q, k, v, problem.causal, case.scale, features)
+    return Inputs(q, k, v, dout, features, forward)

@@ -1,0 +1,73 @@
+"""What the process that owns the GPU and its client say to each other, and what a search needs of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...db.records import VerificationRecord
+from ...gen.build.jobs import Variant
+from ...gen.errors import BwdtuneError
+from ...gen.problem import Problem
+from .timing import Policy, Timings
+
+
+class Bench(Protocol):
+    """Verifies and times variants. `gpu_client.Worker` is the real one, and documents these."""
+
+    def verify(self, problem: Problem, variant: Variant) -> VerificationRecord: ...
+
+    def verify_at(self, problem: Problem, variant: Variant) -> VerificationRecord: ...
+
+    def time(self, problem: Problem, variants: Sequence[Variant], peers: Sequence[str], policy: Policy) -> Timings: ...
+
+
+class CandidateError(BwdtuneError):
+    """A candidate crashed, hung or was refused by the GPU; the others can go on.
+
+    Attributes:
+        candidate: The configuration's id, where it is known which of several it was.
+    """
+
+    def __init__(self, reason: str, candidate: str | None = None) -> None:
+        super().__init__(reason)
+        self.candidate = candidate
+
+
+class WorkerError(BwdtuneError):
+    """The process does not start, or the GPU cannot run the problem: no candidate's fault."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the child is asked for: a method of its bench, and the arguments."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Running:
+    """Said by the child before its answer: a kernel runs for the first time, or (None) all of them have run."""
+
+    name: str | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the child replies to a request.
+
+    Attributes:
+        result: What was asked for.
+        failure: One line: why the candidate failed.
+        sick: The device no longer works for the child, which must be replaced.
+        fatal: One line: why no candidate can succeed.
+        candidate: Whose failure it is, where that is known.
+    """
+
+    result: Any = None
+    failure: str = ""
+    sick: bool = False
+    fatal: str = ""
+    candidate: str | None = None

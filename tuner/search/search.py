@@ -1,0 +1,65 @@
+"""The search: which configuration computes a problem correctly, and fastest.
+
+A candidate passes three gates (arithmetic, compiler, numbers), is timed, and is stored when it is decided. The best few
+are raced again at the end, side by side with the presets and PyTorch's own kernels: the fastest of ours is the winner.
+
+Where there is no card to measure on, a search is a survey: the numbers are checked on the CPU, a model predicts the
+times, and nothing wins.
+
+An emulated search slows the card to another one's pace: cycles rank instead of times, PyTorch's kernels do not run, and
+the best is stored as the best emulated one, which never wins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...db.records import Environment
+from ...gen.device import Device
+from ...gen.problem import Problem
+from ..lab.protocol import Bench
+from .candidates import Builder
+from .options import SearchOptions
+from .progress import Progress
+from .result import SearchResult
+from .survey import Survey
+from .tuning import Tuning
+
+if TYPE_CHECKING:
+    from ...db.store import Store
+
+
+def search(
+    problem: Problem,
+    device: Device,
+    store: Store,
+    options: SearchOptions,
+    *,
+    builder: Builder,
+    progress: Progress,
+    bench: Bench | None = None,
+    environment: Environment | None = None,
+) -> SearchResult:
+    """Searches the valid configurations of a problem.
+
+    SIGINT, SIGTERM and SIGHUP end it early: what was measured is stored by then, and the best of it becomes the winner,
+    marked as partial. Another search goes on where this one ended.
+
+    Args:
+        problem: What is to be computed.
+        device: The card, or the one that stands for a compile target.
+        store: Every result goes there as soon as there is one.
+        options: See `SearchOptions`.
+        builder: Compiles.
+        progress: Is told how it goes.
+        bench: Verifies and times. Without it arithmetic and compiler alone judge.
+        environment: Where the bench measures. Without one the bench is the CPU's, which verifies and does not time:
+            times are predicted, and there is no winner.
+
+    Raises:
+        UsageError: No configuration is valid for the problem.
+        BwdtuneError: The compiler, the cache, the database or the GPU cannot be used at all.
+    """
+    if bench is None or environment is None:
+        return Survey(problem, device, store, options, builder, progress, bench).run()
+    return Tuning(problem, device, store, options, builder, progress, bench, environment).run()

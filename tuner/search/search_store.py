@@ -1,0 +1,171 @@
+"""The database as one search sees it: its problem, its conditions, and which of the two kinds of best it stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...db.records import (
+    EMULATED,
+    MEASURED,
+    EmulatedBest,
+    Environment,
+    MeasurementRecord,
+    StoredMeasurement,
+    VariantRecord,
+    VerificationRecord,
+    Winner,
+)
+from ...db.shipped import Shipped, read_shipped
+from ...gen.build.jobs import Variant
+from ...gen.emulation import EMULATED_CARDS
+from ...gen.families import Config
+from ...gen.problem import Problem, distance
+from ...gen.render import Source, render, template_hash
+from ..lab.timing import SEARCH_POLICY, Policy, Timings
+from .options import SearchOptions
+
+if TYPE_CHECKING:
+    from ...db.store import Store
+
+
+class VariantStore:
+    """Stores what was compiled and checked for a problem.
+
+    Args:
+        store: The database.
+        problem: What the search is for.
+    """
+
+    def __init__(self, store: Store, problem: Problem) -> None:
+        self._store, self._problem = store, problem
+
+    def record_variant(self, variant: Variant) -> int:
+        """Stores what the compiler made of a source; returns the variant's id."""
+        compiled, needs = variant.resources, variant.source.config.estimate(self._problem)
+        return self._store.record_variant(
+            self._problem,
+            VariantRecord(
+                config=variant.source.config,
+                source_hash=variant.source.hash,
+                template_hash=template_hash(variant.source.config.family),
+                arch=variant.arch,
+                toolchain=variant.toolchain,
+                status=variant.status,
+                error=variant.error,
+                registers=compiled.registers if compiled else None,
+                spill_bytes=compiled.spill_bytes if compiled else None,
+                stack_bytes=compiled.stack_bytes if compiled else None,
+                shared_memory_bytes=needs.shared_memory_bytes,
+                threads=needs.threads,
+                compile_seconds=variant.seconds,
+            ),
+        )
+
+    def record_verification(self, variant_id: int, verification: VerificationRecord) -> int:
+        """Stores the third gate's verdict; returns its id."""
+        return self._store.record_verification(self._problem, variant_id, verification)
+
+
+class SearchStore(VariantStore):
+    """Stores times too, and the best of them: the winner, or in an emulated search the best emulated configuration.
+
+    Args:
+        store: The database.
+        problem: What the search is for.
+        options: Of the search: its limits, and whether it emulates.
+        environment: Where it measures.
+    """
+
+    def __init__(self, store: Store, problem: Problem, options: SearchOptions, environment: Environment) -> None:
+        super().__init__(store, problem)
+        self._options, self._environment = options, environment
+        self._kind = EMULATED if options.emulate else MEASURED
+
+    def record_timing(self, variant_id: int, config: Config, timings: Timings, policy: Policy) -> int:
+        """Stores a measurement; returns its id.
+
+        Raises:
+            InvalidRecord: It is none.
+        """
+        timing, counted = timings[config.id], timings.cycles.get(config.id)
+        return self._store.record_measurement(
+            self._problem,
+            variant_id,
+            MeasurementRecord(
+                environment=self._environment,
+                policy=policy.id,
+                median_ms=timing.median_ms,
+                low_ms=timing.low_ms,
+                high_ms=timing.high_ms,
+                samples=timing.samples,
+                clock_mhz=timings.clock_mhz,
+                limits=self._options.within,
+                kind=self._kind,
+                cycles=counted.median if counted else None,
+            ),
+        )
+
+    def measurement_of(self, config: Config, source: Source) -> StoredMeasurement | None:
+        """A valid measurement that was made under the same conditions."""
+        return self._store.measurement_for(
+            self._problem,
+            config,
+            self._environment,
+            self._options.within,
+            policy=SEARCH_POLICY.id,
+            source_hash=source.hash,
+            kind=self._kind,
+        )
+
+    def kept_to_limits(self, config: Config) -> bool:
+        """Whether a configuration was compiled for the target of the limits, without spills."""
+        if not self._options.within:
+            return True
+        variant = self._store.find_variant(
+            self._problem,
+            config,
+            source_hash=render(self._problem, config).hash,
+            arch=EMULATED_CARDS[self._options.within].arch,
+            toolchain=self._environment.toolkit,
+        )
+        return variant is not None and variant.spill_bytes == 0
+
+    def best(self) -> Config | None:
+        """What is stored as the best."""
+        gpu = self._environment.gpu
+        best: Winner | EmulatedBest | None
+        if self._options.emulate:
+            best = self._store.emulated_best(self._problem, gpu, self._options.emulate)
+        else:
+            best = self._store.winner(self._problem, gpu, self._options.limits)
+        return best.config if best else None
+
+    def set_best(self, measurement_id: int, verification_id: int, *, partial: bool) -> bool:
+        """Proposes the best; returns whether it is that now."""
+        if self._options.emulate:
+            return self._store.set_emulated_best(
+                self._problem, self._environment, self._options.emulate, measurement_id, verification_id, partial
+            )
+        return self._store.set_winner(
+            self._problem, self._environment, self._options.limits, measurement_id, verification_id, partial
+        )
+
+    def won_nearby(self) -> Iterator[Config]:
+        """What won other problems on such a card, in the database and in the shipped table: the nearest first."""
+        gpu, options = self._environment.gpu, self._options
+        found: list[Winner | EmulatedBest | Shipped] = []
+        if options.emulate:
+            found += (one for one in self._store.emulated_bests() if one.target == options.emulate)
+            found += (row for row in read_shipped() if row.kind == EMULATED)
+        else:
+            found += (
+                one for one in self._store.winners() if (one.environment.gpu, one.limits) == (gpu, options.limits)
+            )
+            found += (row for row in read_shipped() if row.kind == MEASURED and row.gpu.capability == gpu.capability)
+
+        def far(other: Problem) -> tuple[bool, bool, float]:
+            mine = self._problem
+            return other.head_dim != mine.head_dim, other.mask != mine.mask, distance(other, mine)
+
+        yield from dict.fromkeys(one.config for one in sorted(found, key=lambda one: far(one.problem)))

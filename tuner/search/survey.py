@@ -1,0 +1,141 @@
+"""A search where there is no card to measure on: every gate, and predicted times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...db.records import VerificationRecord
+from ...gen.build.jobs import Variant
+from ...gen.build.toolchain import ToolchainError
+from ...gen.device import HOST_ARCH, Device
+from ...gen.families import PRESETS, Config, preset_name
+from ...gen.problem import Problem
+from ...gen.render import render
+from ..lab.protocol import Bench, CandidateError, WorkerError
+from .candidates import Builder, Candidate, CandidateSearch, Compiled
+from .cost_model import predict, ranked
+from .options import SearchOptions
+from .progress import Progress
+from .proposals import Outcome, Proposals
+from .result import SearchResult
+from .rows import Row
+from .search_store import VariantStore
+
+if TYPE_CHECKING:
+    from ...db.store import Store
+
+
+class Survey(CandidateSearch):
+    """Every gate and no time: which configurations are worth being measured on the card.
+
+    The gradients are checked on the CPU, by a build for the host target of the same text; nothing is where no bench is.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        store: Store,
+        options: SearchOptions,
+        builder: Builder,
+        progress: Progress,
+        bench: Bench | None,
+    ) -> None:
+        super().__init__(problem, device, options, builder, progress)
+        self._bench, self._store = bench, VariantStore(store, problem)
+        self._survivors: list[Row] = []
+        self._unable = ""  # why this machine can verify nothing
+
+    def find(self) -> SearchResult:
+        presets, sampler = tuple(PRESETS.values()), self.options.sampler
+        if sampler in ("learned", "tpe"):  # there are no times to learn from: the model's are what is known
+            first = (*presets, *ranked(self.problem, self.configs, self.device, emulate=self.options.emulate))
+            proposals = Proposals(self.configs, sampler="exhaustive", seed=self.seed, first=first)
+            self.notes.append("candidates were proposed in the order of their predicted times, presets first")
+        else:
+            proposals = Proposals(self.configs, sampler=sampler, seed=self.seed, first=presets)
+        status = "predicted"
+        try:
+            self.try_candidates(proposals)
+        except KeyboardInterrupt:
+            status = "partial"
+        self._survivors.sort(key=_survey_order)
+        if self._unable:
+            self.notes.append(f"gradients could not be verified on the CPU: {self._unable}")
+        gates = "every gate, the last on the CPU" if self.counts.verified == self.counts.passed else "the compiler gate"
+        self.notes.append(
+            f"nothing was timed, and no winner is stored: these candidates passed {gates}; their times are predicted, "
+            "and no card has confirmed them"
+        )
+        return self.result(status, self._survivors, proposals)
+
+    def known_outcome(self, candidate: Candidate) -> Outcome | None:
+        return None  # survivors are listed each time; the cache of builds knows what does not compile
+
+    def compile(self, candidate: Candidate) -> Compiled:
+        """For the CPU too, where the compiler gate lets it pass: without dummy mma, which compute nothing."""
+        compiled = super().compile(candidate)
+        if compiled.refused or self._bench is None or self._unable:
+            return compiled
+        try:
+            host_variant = self.builder(render(self.problem, candidate.config), HOST_ARCH)
+        except ToolchainError as error:
+            self._unable = str(error)
+            return compiled
+        return replace(compiled, host_variant=host_variant)
+
+    def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
+        for variant in filter(None, (compiled.limits_variant, compiled.variant)):
+            self._store.record_variant(variant)
+        if compiled.refused:
+            return compiled.refused
+        row = self._predicted(candidate.config, compiled.variant)
+        host_variant = compiled.host_variant
+        if host_variant and not host_variant.library:
+            row, host_variant = replace(row, note=f"not verified: {HOST_ARCH}: {host_variant.error}"), None
+        try:
+            verification = self._verify(host_variant)
+        except CandidateError as error:
+            return Outcome("failed", reason=f"on the CPU: {error}")
+        if verification and not verification.passed:
+            return Outcome("failed", reason=f"wrong: {verification.reason}")
+        if verification:
+            self.counts.verified += 1
+            row = replace(row, max_error=verification.max_error)
+        self.counts.passed += 1
+        self._survivors.append(row)
+        return Outcome("unmeasured")
+
+    def settled(self, candidate: Candidate, outcome: Outcome) -> None:
+        pass  # the study is of times, and there is none
+
+    def _verify(self, host_variant: Variant | None) -> VerificationRecord | None:
+        """The third gate, on the CPU; None where the machine cannot, which is no candidate's fault.
+
+        Raises:
+            CandidateError: The variant crashed or hung.
+        """
+        if self._bench is None or self._unable or host_variant is None:
+            return None
+        variant_id = self._store.record_variant(host_variant)
+        try:
+            with self.wait("verify"):
+                verification = self._bench.verify(self.problem, host_variant)
+        except WorkerError as error:
+            self._unable = str(error)
+            return None
+        self._store.record_verification(variant_id, verification)
+        return verification
+
+    def _predicted(self, config: Config, variant: Variant | None) -> Row:
+        resources = variant.resources if variant else None
+        found = predict(self.problem, config, self.device, resources, emulate=self.options.emulate)
+        row = self.row(preset_name(config) or "candidate", config, variant)
+        return replace(row, predicted_ms=None if self.options.emulate else found.ms, predicted_cycles=found.cycles)
+
+
+def _survey_order(row: Row) -> tuple[float, int, int, str]:
+    """By the predicted cycles, which an emulated one has too; equals by name, and not by which compiler was quick."""
+    name = row.config.id if row.config else ""
+    return row.predicted_cycles or 0.0, row.spill_bytes or 0, row.registers or 0, name

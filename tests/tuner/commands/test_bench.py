@@ -324,7 +324,7 @@ def test_cycles_of_a_real_worker_on_the_cpu(monkeypatch):
     (row,) = report.rows
     assert row.note == ""
     assert row.cycles > 0
-    assert row.low_cycles <= row.cycles <= row.high_cycles
+    assert row.counted.low <= row.cycles <= row.counted.high
 
 
 # Another card's pace

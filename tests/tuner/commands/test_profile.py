@@ -63,7 +63,7 @@ class FakeVariant:
 def ncu(tmp_path, monkeypatch):
     """Installs an ncu on PATH that answers from `csv`, knows only its counters, and keeps its command lines."""
     monkeypatch.setattr(module, "build_one", lambda source, arch, cache=None: FakeVariant())
-    monkeypatch.setattr(module, "refusal", lambda problem, config, device: None)
+    monkeypatch.setattr(module, "require_valid", lambda problem, config, device: None)
 
     def install(csv: str = "", *, known=tuple(FIGURES), error: str = "", status: int = 0) -> Path:
         folder = tmp_path / "bin"

@@ -14,6 +14,7 @@ from bwdtune.gen.errors import UsageError
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.gpu import current_device
+from bwdtune.tuner.commands import kernels
 from bwdtune.tuner.commands import profile as module
 from bwdtune.tuner.commands.profile import METRICS, ProfileError, find_ncu, parse_raw_csv, profile
 
@@ -63,7 +64,7 @@ class FakeVariant:
 def ncu(tmp_path, monkeypatch):
     """Installs an ncu on PATH that answers from `csv`, knows only its counters, and keeps its command lines."""
     monkeypatch.setattr(module, "build_one", lambda source, arch, cache=None: FakeVariant())
-    monkeypatch.setattr(module, "require_valid", lambda problem, config, device: None)
+    monkeypatch.setattr(kernels, "refusal", lambda problem, config, device: None)
 
     def install(csv: str = "", *, known=tuple(FIGURES), error: str = "", status: int = 0) -> Path:
         folder = tmp_path / "bin"
@@ -191,7 +192,7 @@ def test_a_profile_without_the_main_kernel_fails(ncu):
 
 def test_an_impossible_configuration_is_refused_before_anything_runs(ncu, monkeypatch):
     calls = ncu(raw_csv(FIGURES))
-    monkeypatch.setattr(module, "refusal", lambda problem, config, device: "too much shared memory")
+    monkeypatch.setattr(kernels, "refusal", lambda problem, config, device: "too much shared memory")
     with pytest.raises(UsageError, match="too much shared memory"):
         profile(SEED, PRESETS["v3"], H200, kernel="v3")
     assert not calls.exists()

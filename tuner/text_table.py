@@ -62,6 +62,7 @@ class TextTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.table import Table
+        from rich.text import Text
 
         shown = self._fitting(options.max_width)
         left_out = [column.heading for index, column in enumerate(self.columns) if index not in shown]
@@ -81,7 +82,7 @@ class TextTable:
             for index, made in zip(shown, table.columns, strict=True):
                 made.min_width = self._column_width(index)
         for row, bold in zip(self._rows, self._bold, strict=True):
-            table.add_row(*(_literal(row[index]) for index in shown), style="bold" if bold else None)
+            table.add_row(*(Text(row[index]) for index in shown), style="bold" if bold else None)
         yield table
 
     def _fitting(self, width: int) -> list[int]:
@@ -102,9 +103,3 @@ class TextTable:
 
         words = self.columns[index].heading.split()
         return max(map(cell_len, [*words, *(row[index] for row in self._rows)]), default=0)
-
-
-def _literal(text: str) -> object:
-    from rich.text import Text
-
-    return Text(text)  # no markup in it

@@ -411,13 +411,17 @@ def _needs_gradient(*tensors: torch.Tensor) -> bool:
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    device = tensors[0].device.type
+    return tuple(tensor.to(_autocast_dtype(tensor)) for tensor in tensors)
+
+
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """What autocast makes of a tensor where PyTorch's function is called."""
+    device = tensor.device.type
     # Elsewhere PyTorch's own function is called, which casts by itself.
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    castable = (tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in tensors)
-    return tuple(tensor.to(dtype) if cast else tensor for tensor, cast in zip(tensors, castable, strict=True))
+        return tensor.dtype
+    castable = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if castable else tensor.dtype
 
 
 def problem_of(
@@ -468,16 +472,27 @@ def _kernel_for(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     return None
 
 
-def _objection(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why no kernel takes this input, whatever is stored."""
+def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why no kernel takes such tensors, whatever their shapes: a line for people; None where one may.
+
+    Under autocast their dtypes are those that they will be cast to.
+    """
     if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in (q, k, v)):
         return "a tensor is of a subclass of torch.Tensor"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func is active"
     if q.device.type not in _DEVICE_TYPES:
         return f"the tensors are on {q.device.type}"
-    if q.dtype not in _DTYPE_NAMES or not q.dtype == k.dtype == v.dtype:
-        return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}: kernels are for bfloat16 and float16"
+    dtypes = [_autocast_dtype(tensor) for tensor in (q, k, v)]
+    if dtypes[0] not in _DTYPE_NAMES or len(set(dtypes)) > 1:
+        return f"the dtypes are {dtypes[0]}, {dtypes[1]} and {dtypes[2]}: kernels are for bfloat16 and float16"
+    return None
+
+
+def _objection(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why no kernel takes this input, whatever is stored."""
+    if reason := unsupported(q, k, v):
+        return reason
     if reason := _shape_objection(q, k, v, call.enable_gqa):
         return reason
     if not 0 < call.scale < math.inf:  # a masked score is minus infinity before it is scaled

@@ -19,7 +19,7 @@ from . import dispatch, forwards, math_attention, torch_attention
 from .dispatch import counters, notices
 from .dispatch.records import Cause
 from .features import PLAIN, Features, Sequences
-from .kernel import TORCH_DTYPES, Kernel, backward
+from .kernel import TORCH_DTYPES, Kernel, KernelError, backward
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _DEVICE_TYPES = ("cuda",)
@@ -298,7 +298,12 @@ def _of_kernel(kernel: Kernel, call: _Call) -> Callable[..., torch_attention.Gra
         features = call.features
         if kernel.info.mask == "window":
             features = replace(features, window=features.limits(call.causal))
-        found = backward(kernel, q, k, v, output, dout, lse, call.scale, features)
+        try:
+            found = backward(kernel, q, k, v, output, dout, lse, call.scale, features)
+        except KernelError as error:
+            dispatch.discard(kernel, f"its launch failed: {error}")
+            counters.fell_back(Cause.UNUSABLE)
+            return math_attention.gradients(dout, *saved, call.causal, call.scale, call.features)
         counters.launched(kernel.path.stem)
         return found
 
@@ -460,7 +465,8 @@ def _kernel_for(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     reason = _objection(call, q, k, v)
     if not reason:
         try:
-            choice = dispatch.choose(call.problem(q, k), q.device.index or 0)
+            capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+            choice = dispatch.choose(call.problem(q, k), q.device.index or 0, capturing=capturing)
         except UsageError as error:  # a size that no problem can have
             reason = str(error)
         else:

@@ -153,6 +153,7 @@ class Dispatcher:
             for build, state in self._states.items():
                 if state is kernel:
                     self._states[build] = reason
+            notices.warn_once(kernel.path, f"{kernel.path.stem} is not used any more: {reason}")
             stale = [key for key, choice in self._choices.items() if choice.kernel is kernel]
             decided = [(key, self._decide(key)) for key in stale]
         self._tell([(key, choice) for key, choice in decided if choice.final])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stub_kernels import stub_for
+from stub_kernels import stub_for, stub_library
 
 import bwdtune
 from bwdtune.gen.device import Device
@@ -47,7 +47,7 @@ class Launches:
 def launches(host: Device, monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Every problem has a right kernel; counts what is launched."""
 
-    def choose(problem: Problem, device_index: int) -> Choice:
+    def choose(problem: Problem, device_index: int, *, capturing: bool = False) -> Choice:
         library = stub_for(problem)
         return Choice(Kernel.load(library), "a stub")
 
@@ -190,6 +190,22 @@ def test_an_output_that_is_changed_before_the_backward(launches: Launches) -> No
     output.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+def test_a_launch_that_fails_is_not_an_error_of_the_step(
+    host: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gradients are there all the same, and the kernel is not launched again."""
+    kernel = Kernel.load(stub_library(causal=True, fault="ERROR_CODE"))
+    discarded: list[str] = []
+    monkeypatch.setattr(dispatch, "choose", lambda *asked, **options: Choice(kernel, "a stub"))
+    monkeypatch.setattr(dispatch, "discard", lambda kernel, reason: discarded.append(reason))
+    inputs = leaves(1, 2, 1, 20, 30)
+    output = bwdtune.attention(*inputs, is_causal=True, enable_gqa=True)
+    dout = torch.randn(output.shape).bfloat16()
+    assert_right(torch.autograd.grad(output, inputs, dout), inputs, dout, is_causal=True)
+    (reason,) = discarded
+    assert reason.startswith("its launch failed: ")
 
 
 def test_where_no_gradient_is_needed_pytorch_computes_alone(

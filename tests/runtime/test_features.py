@@ -45,7 +45,7 @@ def problems(host: Device, monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """Every problem has a right kernel; the problems that kernels were asked for."""
     asked: list[Problem] = []
 
-    def choose(problem: Problem, device_index: int) -> Choice:
+    def choose(problem: Problem, device_index: int, *, capturing: bool = False) -> Choice:
         asked.append(problem)
         return Choice(Kernel.load(stub_for(problem)), "a stub")
 
@@ -55,7 +55,7 @@ def problems(host: Device, monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 
 @pytest.fixture
 def no_kernels(host: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "choose", lambda problem, device_index: Choice(None, "nothing is stored"))
+    monkeypatch.setattr(dispatch, "choose", lambda *asked, **options: Choice(None, "nothing is stored"))
 
 
 def leaves(batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_kv: int, **how: Any) -> list[torch.Tensor]:

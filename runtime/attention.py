@@ -303,7 +303,7 @@ def _of_kernel(kernel: Kernel, call: _Call) -> Callable[..., torch_attention.Gra
         except KernelError as error:
             dispatch.discard(kernel, f"its launch failed: {error}")
             counters.fell_back(Cause.UNUSABLE)
-            return math_attention.gradients(dout, *saved, call.causal, call.scale, call.features)
+            return math_attention.gradients(dout, q, k, v, output, lse, call.causal, call.scale, call.features)
         counters.launched(kernel.path.stem)
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...db.shipped import Shipped, read_shipped
@@ -26,20 +27,24 @@ class Rows:
     trouble: str = ""
 
 
-def read_rows() -> Rows:
-    """Opens the database for reading only. Trouble with it is a reason, never an exception."""
-    winners, trouble = _read_winners()
+def read_rows(database: str | Path | None = None) -> Rows:
+    """Opens the database for reading only. Trouble with it is a reason, never an exception.
+
+    Args:
+        database: A path or a URL; by default `gen.paths.default_database`.
+    """
+    winners, trouble = _read_winners(database)
     return Rows((*map(_of_winner, winners), *map(_of_shipped, read_shipped())), trouble)
 
 
-def _read_winners() -> tuple[list[Winner], str]:
+def _read_winners(database: str | Path | None) -> tuple[list[Winner], str]:
     try:
         from ...db.errors import NoDatabase
         from ...db.store import Store  # SQLAlchemy is loaded by those who need it
     except ImportError as error:
         return [], f"the database cannot be read: {error}"
     try:
-        store = Store.open(read_only=True)
+        store = Store.open(database, read_only=True)
         try:
             return store.winners(), ""
         finally:

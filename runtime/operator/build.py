@@ -33,28 +33,31 @@ class OperatorBuildError(BwdtuneError):
     """The operator's library cannot be built here."""
 
 
-def library() -> Path:
+def library(cache: Path | None = None) -> Path:
     """The library for this PyTorch, built into the cache on first use (about half a minute).
+
+    Args:
+        cache: The cache directory; see `gen.paths.cache_dir`.
 
     Raises:
         OperatorBuildError: There is no C++ compiler, PyTorch came without its headers, or the compiler failed.
     """
     compiler = _compiler()
     key = _key(compiler)
-    ready = cache_dir() / "operator" / key / _LIBRARY
+    ready = cache_dir(cache) / "operator" / key / _LIBRARY
     if ready.exists():
         return ready
     if not compiler:
         raise OperatorBuildError("there is no C++ compiler (g++, or the one that CXX names)")
     try:
-        return _build(compiler, writable_cache_dir() / "operator", key)
+        return _build(compiler, writable_cache_dir(cache) / "operator", key)
     except OSError as error:
         raise OperatorBuildError(f"cannot write the operator's library: {error}") from error
 
 
-def is_built() -> bool:
+def is_built(cache: Path | None = None) -> bool:
     """Whether the cache has the library for this PyTorch."""
-    return (cache_dir() / "operator" / _key(_compiler()) / _LIBRARY).exists()
+    return (cache_dir(cache) / "operator" / _key(_compiler()) / _LIBRARY).exists()
 
 
 def _build(compiler: list[str], entries: Path, key: str) -> Path:

@@ -205,7 +205,9 @@ def test_threads_share_one_lookup_and_one_compile(
     store_winner(PROBLEM)
     opened = []
     open_store = Store.open
-    monkeypatch.setattr(Store, "open", lambda **options: opened.append(options) or open_store(**options))
+    monkeypatch.setattr(
+        Store, "open", lambda *where, **options: opened.append(options) or open_store(*where, **options)
+    )
     problems = [PROBLEM, Problem.parse("2_4_100_64", causal=True)] * 8
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda problem: choose(problem, 0), problems))

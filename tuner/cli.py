@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from ..gen.errors import BwdtuneError
-from .commands import bench, export, inspect, list, profile, roofline, search, ship, show, verify
+from .commands import bench, export, inspect, list, prebuild, profile, roofline, search, ship, show, verify
 from .commands.output import complain
 
 # typer has used click, and holds a copy of it since: its public exceptions lead to the base class of either.
@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _module in (search, list, show, bench, verify, inspect, profile, roofline, export, ship):
+for _module in (search, list, show, bench, verify, inspect, profile, roofline, export, prebuild, ship):
     app.command(_module.__name__.rpartition(".")[2])(_module.command)
 
 

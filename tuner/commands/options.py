@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -54,22 +55,41 @@ def for_problem(default_shape: str | None = None) -> Callable[[Callable[..., _R]
     """
 
     def decorate(command: Callable[..., _R]) -> Callable[..., _R]:
-        described = inspect.signature(_problem, eval_str=True).parameters
-        shape = described["shape"] if default_shape is None else described["shape"].replace(default=default_shape)
-        _, *others = inspect.signature(command, eval_str=True).parameters.values()
-        parameters = [shape, *list(described.values())[1:], *others]
-
-        def with_options(**given: Any) -> _R:
-            return command(_problem(**{name: given.pop(name) for name in described}), **given)
-
-        # All that typer looks at; only keywords may follow in any order, with defaults or without.
-        with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
-        with_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters]
-        )
-        return with_options
+        described = dict(inspect.signature(_problem, eval_str=True).parameters)
+        if default_shape is not None:
+            described["shape"] = described["shape"].replace(default=default_shape)
+        return _with_options(command, described, lambda options: _problem(**options))
 
     return decorate
+
+
+def for_shapes(command: Callable[..., _R]) -> Callable[..., _R]:
+    """Has a command take the options that describe problems but for a shape, in place of its first parameter.
+
+    That parameter is a function from a shape to the `Problem` that it and the options describe.
+    """
+    described = dict(inspect.signature(_problem, eval_str=True).parameters)
+    del described["shape"]
+    return _with_options(command, described, lambda options: functools.partial(_problem, **options))
+
+
+def _with_options(
+    command: Callable[..., _R],
+    described: dict[str, inspect.Parameter],
+    first: Callable[[dict[str, Any]], Any],
+) -> Callable[..., _R]:
+    """A command whose first parameter is made of options."""
+    _, *others = inspect.signature(command, eval_str=True).parameters.values()
+
+    def with_options(**given: Any) -> _R:
+        return command(first({name: given.pop(name) for name in described}), **given)
+
+    # All that typer looks at; only keywords may follow in any order, with defaults or without.
+    with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
+    with_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in (*described.values(), *others)]
+    )
+    return with_options
 
 
 def _problem(

@@ -10,19 +10,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from operator_kernels import Kernels, leaves
-from torch.nn.functional import scaled_dot_product_attention as imported_before
-from torch.utils import checkpoint, flop_counter
+from torch.utils import flop_counter
+from ways_in import WAYS_IN, eager, loss
 
 import bwdtune
 from bwdtune.runtime import sdpa
-
-Gradients = tuple[torch.Tensor, ...]
 
 
 @pytest.fixture(autouse=True)
@@ -30,110 +27,6 @@ def _cpu_stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sdpa, "ATEN_BACKWARDS", [("_scaled_dot_product_flash_attention_for_cpu_backward", "CPU")])
     yield
     bwdtune.disable()
-
-
-def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).float().square().sum()
-
-
-def eager(*inputs: torch.Tensor) -> Gradients:
-    return torch.autograd.grad(loss(*inputs), inputs)
-
-
-def function_imported_before(*inputs: torch.Tensor) -> Gradients:
-    return torch.autograd.grad(imported_before(*inputs, is_causal=True).float().square().sum(), inputs)
-
-
-def compiled(backend: str, **options: Any) -> Callable[..., Gradients]:
-    def gradients(*inputs: torch.Tensor) -> Gradients:
-        torch._dynamo.reset()
-        return torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True, **options)(*inputs), inputs)
-
-    return gradients
-
-
-def compiled_autograd(*inputs: torch.Tensor) -> Gradients:
-    torch._dynamo.reset()
-    total = loss(*inputs)
-    with torch._dynamo.utils.maybe_enable_compiled_autograd(True, fullgraph=True, dynamic=False):
-        total.backward()
-    return tuple(tensor.grad for tensor in inputs)
-
-
-def checkpointed(reentrant: bool) -> Callable[..., Gradients]:
-    def gradients(*inputs: torch.Tensor) -> Gradients:
-        checkpoint.checkpoint(loss, *inputs, use_reentrant=reentrant).backward()
-        return tuple(tensor.grad for tensor in inputs)
-
-    return gradients
-
-
-def selectively_checkpointed(*inputs: torch.Tensor) -> Gradients:
-    kept = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
-
-    def contexts() -> Any:
-        return checkpoint.create_selective_checkpoint_contexts(kept)
-
-    checkpoint.checkpoint(loss, *inputs, use_reentrant=False, context_fn=contexts).backward()
-    return tuple(tensor.grad for tensor in inputs)
-
-
-def autocast(*inputs: torch.Tensor) -> Gradients:
-    wide = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    with torch.autocast("cpu", torch.bfloat16):
-        total = loss(*wide)
-    return tuple(gradient.bfloat16() for gradient in torch.autograd.grad(total, wide))
-
-
-def functional(*inputs: torch.Tensor) -> Gradients:
-    return torch.func.grad(loss, argnums=(0, 1, 2))(*inputs)
-
-
-def batched(*inputs: torch.Tensor) -> Gradients:
-    output = F.scaled_dot_product_attention(*inputs, is_causal=True)
-    douts = torch.stack([2 * output.detach(), output.detach()])
-    return tuple(both[0] for both in torch.autograd.grad(output, inputs, douts, is_grads_batched=True))
-
-
-def traced(*inputs: torch.Tensor) -> Gradients:
-    return torch.autograd.grad(torch.jit.trace(loss, inputs)(*inputs), inputs)
-
-
-def symbolically_traced(*inputs: torch.Tensor) -> Gradients:
-    return torch.autograd.grad(torch.fx.symbolic_trace(loss)(*inputs), inputs)
-
-
-class Model(torch.nn.Module):
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).float().square().sum()
-
-
-def scripted(*inputs: torch.Tensor) -> Gradients:
-    return torch.autograd.grad(torch.jit.script(Model())(*inputs), inputs)
-
-
-def exported(*inputs: torch.Tensor) -> Gradients:
-    program = torch.export.export(Model(), inputs)
-    return torch.autograd.grad(program.module()(*inputs), inputs)
-
-
-WAYS_IN: dict[str, Callable[..., Gradients]] = {
-    "eager": eager,
-    "function imported before": function_imported_before,
-    "torch.compile, AOTAutograd, dynamic": compiled("aot_eager", dynamic=True),
-    "torch.compile, inductor": compiled("inductor"),
-    "compiled autograd": compiled_autograd,
-    "checkpoint": checkpointed(False),
-    "checkpoint, reentrant": checkpointed(True),
-    "checkpoint, selective": selectively_checkpointed,
-    "autocast": autocast,
-    "torch.func": functional,
-    "is_grads_batched": batched,
-    "torch.jit.trace": traced,
-    "torch.jit.script": scripted,
-    "torch.fx": symbolically_traced,
-    "torch.export": exported,
-}
 
 
 @pytest.mark.parametrize("way", WAYS_IN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from stub_kernels import stub_for
@@ -13,12 +14,24 @@ from bwdtune.runtime.dispatch import Choice
 from bwdtune.runtime.kernel import Kernel
 
 
-class Kernels:
-    """Stands in for `dispatch.choose`: every problem has a right kernel, unless `none` says why there is none."""
+def _stub(problem: Problem) -> Kernel:
+    return Kernel.load(stub_for(problem))
 
-    def __init__(self) -> None:
+
+class Kernels:
+    """Stands in for `dispatch.choose`: every problem has a right kernel, unless `none` says why there is none.
+
+    Attributes:
+        asked: The problems that a kernel was asked for.
+        capturing: For each whether a CUDA graph was being captured.
+        none: Why no problem has a kernel.
+    """
+
+    def __init__(self, kernel_for: Callable[[Problem], Kernel] = _stub) -> None:
         self.asked: list[Problem] = []
+        self.capturing: list[bool] = []
         self.none = ""
+        self._kernel_for = kernel_for
         self.native = operator.load()
         self.native.forget()
         self._launches = Counter(self.native.launches())
@@ -27,7 +40,8 @@ class Kernels:
     def choose(self, problem: Problem, device_index: int, *, capturing: bool = False) -> Choice:
         """See `dispatch.choose`."""
         self.asked.append(problem)
-        return Choice(None, self.none) if self.none else Choice(Kernel.load(stub_for(problem)), "a stub")
+        self.capturing.append(capturing)
+        return Choice(None, self.none) if self.none else Choice(self._kernel_for(problem), "a test's")
 
     @property
     def launches(self) -> int:

@@ -14,6 +14,7 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <vector>
@@ -253,6 +254,7 @@ inline Gradients backward(
   call.bottom_right = bottom_right;
   call.softcap = softcap;
   call.deterministic = repeatable;
+  if (!q.numel() || !k.numel()) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v)};
   if (auto found = compute(call)) return *std::move(found);
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
   return laid_out(pytorch_backward(dout, q, k, v, out, lse, seed, offset, mask, repeatable, which), q, k, v);
@@ -278,6 +280,7 @@ inline Gradients backward_varlen(
   call.cu_seqlens_kv = cu_seqlens_kv;
   call.max_seqlen_q = max_seqlen_q;
   call.max_seqlen_kv = max_seqlen_kv;
+  if (!q.numel() || !k.numel()) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v)};
   if (auto found = compute(call)) return *std::move(found);
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv};

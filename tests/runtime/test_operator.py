@@ -149,9 +149,6 @@ def test_the_log_sum_exp_of_each_forward(kernels: Kernels, padding: tuple[int, i
         yielded = yielded[..., None]
     mask = (False, 0.125, -1, -1, False, 0.0, None, "cpu")
     found = ops.backward(dout, q, k, v, output, yielded, None, None, *mask)
-    if last and padding[1]:
-        assert kernels.launches == 0
-        return
     assert_right(found, exact((q, k, v), dout))
     assert kernels.launches == 1
 

@@ -14,6 +14,7 @@ from .errors import BwdtuneError
 
 CACHE_VARIABLE = "BWDTUNE_CACHE"
 DATABASE_VARIABLE = "BWDTUNE_DB"
+_DATABASE_FILE = "bwdtune.sqlite"
 
 
 class CacheError(BwdtuneError):
@@ -57,7 +58,8 @@ def default_database() -> Path | str:
     """The database to use where none is named.
 
     Returns:
-        ``BWDTUNE_DB`` as a path (or as it stands, where it is a database URL), else a file in the user's data.
+        ``BWDTUNE_DB`` as a path (or as it stands, where it is a database URL), else a file in the user's data, and
+        where there is none and none can be made, one in a private directory (with a warning).
     """
     value = os.environ.get(DATABASE_VARIABLE)
     if value:
@@ -70,7 +72,8 @@ def default_database() -> Path | str:
     except RuntimeError:  # neither HOME nor an entry in the password file
         directory = Path()
     # Older releases then give "~" back as it is, which is a folder of the current directory.
-    return (directory if directory.is_absolute() else _private_dir()) / "bwdtune.sqlite"
+    usable = directory.is_absolute() and (os.path.exists(directory / _DATABASE_FILE) or _could_be_written(directory))
+    return (directory if usable else _private_dir()) / _DATABASE_FILE
 
 
 def _explicit_cache_dir(option: Path | None) -> Path | None:
@@ -103,6 +106,16 @@ def _can_be_written(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _could_be_written(path: Path) -> bool:
+    """Whether files could be made in a directory that need not be there yet. Nothing is left there."""
+    there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return True
+    except OSError:
+        return False
 
 
 @cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import shlex
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 RECORD_FILE = "variant.json"
@@ -36,6 +37,8 @@ _ANNOUNCED_WAIT_S = 3.0  # a wait for another process that is longer than this i
 _POLL_S = 0.05
 _LONGEST_LINE = 200
 _LITTLE_SPACE_BYTES = 1 << 20
+_ELF_MAGIC, _ELF_SHARED = b"\x7fELF\x02\x01", 3  # 64 bits, little-endian; ET_DYN
+_ELF_HEADER = struct.Struct("<6s10xH22xQ10xHH2x")  # e_ident, e_type, e_shoff, e_shentsize, e_shnum
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Record:
             missing header, a compiler that was killed.
         killed: Whether the compiler was killed from outside (as when memory runs out): worth a second try.
         library: File name in the entry; empty where there is none.
-        library_bytes: Its size: a file of another size is no result.
+        library_sha256: Of its content: a file with another is no result.
         timeout_s: The limit that it ran under.
         seconds: How long it took.
         toolchain: The compiler's version.
@@ -107,7 +110,7 @@ class Record:
     lasting: bool
     killed: bool
     library: str
-    library_bytes: int
+    library_sha256: str
     timeout_s: float
     seconds: float
     toolchain: str
@@ -131,7 +134,7 @@ def read_record(entry: Path) -> Record | None:
     """The record of an entry that is whole; None where there is none, or a part of it was lost or replaced."""
     try:
         record = Record.from_dict(json.loads((entry / RECORD_FILE).read_text(encoding="utf-8")))
-        whole = record.status != "ok" or (entry / record.library).stat().st_size == record.library_bytes
+        whole = record.status != "ok" or _sha256(entry / record.library) == record.library_sha256
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return record if whole else None
@@ -244,18 +247,44 @@ def _failed(job: Job, status: str, error: str, seconds: float, *, lasting: bool,
         lasting=lasting,
         killed=killed,
         library="",
-        library_bytes=0,
+        library_sha256="",
         timeout_s=job.timeout_s,
         seconds=round(seconds, 3),
         toolchain=job.toolchain,
     )
 
 
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_whole_library(path: Path) -> bool:
+    """Whether a file is a shared object with all its sections: of a compiler that is cut off a part may be left."""
+    with path.open("rb") as file:
+        header = file.read(_ELF_HEADER.size)
+        if len(header) < _ELF_HEADER.size:
+            return False
+        magic, kind, sections_offset, section_bytes, sections = _ELF_HEADER.unpack(header)
+        return magic == _ELF_MAGIC and kind == _ELF_SHARED and sections_offset + section_bytes * sections <= (
+            file.seek(0, os.SEEK_END)
+        )
+
+
 class _Build:
-    """The build that this process works for, at the other end of a socket: it hears reports, and its end is noticed."""
+    """The build that this process works for.
+
+    At the other end of a socket it hears reports, and its end is noticed. Signals that are to stop this process are
+    noticed in the same place and nowhere else: an exception out of a handler might come while the compiler is being
+    started, and leave it running.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._signals, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)  # Python writes to the wakeup socket
+        signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
 
     def report(self, **message: object) -> None:
         try:
@@ -264,8 +293,16 @@ class _Build:
             raise Orphaned from None
 
     def wait(self, seconds: float) -> None:
-        """Sleeps. Raises Orphaned where the build has ended, however it did: its end of the socket is then closed."""
-        if select.select([self._connection], [], [], seconds)[0]:
+        """Sleeps.
+
+        Raises:
+            Stopped: A signal came.
+            Orphaned: The build has ended, however it did: its end of the socket is then closed.
+        """
+        ready, _, _ = select.select([self._connection, self._signals], [], [], seconds)
+        if self._signals in ready:
+            raise Stopped
+        if ready:
             raise Orphaned
 
 
@@ -335,6 +372,10 @@ def _compile(job: Job, build: _Build) -> Record:
         return _failed(job, "timeout", f"not compiled within {job.timeout_s:g} s", seconds, lasting=True)
     if exit_status or not library.is_file():
         return _failure(job, exit_status, log, seconds)
+    if not _is_whole_library(library):
+        error = f"the compiler said it was done, but left a library that is not whole: {library.stat().st_size:,} bytes"
+        hint = _hint(log, [job.directory, job.scratch])
+        return _failed(job, "failed", "; ".join(filter(None, (error, hint))), seconds, lasting=False)
     if serialized := _SERIALIZED_WGMMA.search(log):
         return _failed(job, "failed", serialized[0].strip(), seconds, lasting=True)
     return Record(
@@ -343,7 +384,7 @@ def _compile(job: Job, build: _Build) -> Record:
         lasting=True,
         killed=False,
         library=job.library,
-        library_bytes=library.stat().st_size,
+        library_sha256=_sha256(library),
         timeout_s=job.timeout_s,
         seconds=round(seconds, 3),
         toolchain=job.toolchain,
@@ -378,20 +419,18 @@ def _run(job: Job, build: _Build) -> Record:
                 _publish(job, record)
             return record
     except OSError as error:
-        hint = "" if error.errno != errno.ENOSPC else "; free some, or move the cache (BWDTUNE_CACHE) or TMPDIR"
+        hints = {
+            errno.ENOSPC: "; free some, or move the cache (BWDTUNE_CACHE) or TMPDIR",
+            errno.EACCES: "; choose another cache with --cache or BWDTUNE_CACHE, or have its owner share it",
+        }
+        hint = hints.get(error.errno or 0, "")
         where = f" ({error.filename})" if error.filename else ""
         message = f"cannot write what was compiled: {error.strerror}{where}{hint}"
         return _failed(job, "failed", message, time.monotonic() - started, lasting=False)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped
-
-
 def main(job_file: str, descriptor: str) -> int:
     """The script. Exit status: 0 compiled, 1 not compiled, 130 stopped."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
     try:
         job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))
         build = _Build(socket.socket(fileno=int(descriptor)))

@@ -1,4 +1,4 @@
-"""Sources become shared libraries and ptxas' figures: through ninja, into a content-addressed cache.
+"""Sources become shared libraries and ptxas' figures, in a content-addressed cache.
 
 The cache holds an entry (a directory, see `compile_step`) a key. The key is of the source's text, the flags, the target
 and the compiler's version. Entries appear whole and are never changed; a failure or a time-out is an entry too, so that
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import BwdtuneError, UsageError
-from ..paths import cache_dir, writable_cache_dir
+from ..paths import CACHE_VARIABLE, cache_dir, writable_cache_dir
 from . import compile_step
 from .compile_step import CompiledResources, Job, Record, decides, read_record
 from .limits import job_limit
@@ -52,6 +52,8 @@ DEFAULT_TIMEOUT_S = 120.0
 MAIN_KERNEL = "backward_kernel"
 _ABANDONED_AFTER_S = 24 * 3600.0
 _STOP_TIMEOUT_S = 10.0
+_OUTPUT_FILE = "build.log"  # of ninja, or of a compile step that does not even begin
+_OTHER_CACHE = f"choose another with --cache or {CACHE_VARIABLE}, or have its owner share it"
 _log = logging.getLogger(__name__)
 
 
@@ -265,9 +267,11 @@ def _build_missing(
             try:
                 batch = [job(index, key, source, attempt) for index, (key, source) in pending.items()]
             except OSError as error:
-                raise BuildError(f"cannot write to the cache directory {cache}: {error.strerror}") from None
+                raise BuildError(
+                    f"cannot write to the cache directory {cache} ({error.strerror}): {_OTHER_CACHE}"
+                ) from None
             # What was killed, or never reported, may have been too much for the memory beside others: again, alone.
-            with contextlib.closing(_run_ninja(batch, work, jobs if attempt == 1 else 1)) as reports:
+            with contextlib.closing(_run(batch, work, jobs if attempt == 1 else 1)) as reports:
                 for index, record in reports:
                     if not (record.killed and attempt == 1):
                         key, source = pending.pop(index)
@@ -276,7 +280,7 @@ def _build_missing(
                 return
         for key, source in pending.values():
             reason = "the compile was killed twice, the second time with no other beside it: is memory short?"
-            record = Record("failed", reason, False, True, "", 0, timeout_s, 0.0, compiler.version)
+            record = Record("failed", reason, False, True, "", "", timeout_s, 0.0, compiler.version)
             yield _variant(source, arch, cache / "kernels" / key, record, cached=False)
 
 
@@ -291,13 +295,23 @@ def _command(compiler: Compiler, arch: str, source: str, library: str, scratch: 
     return compiler.command(arch, source, library, nvcc=link / compiler.nvcc.parent.name / compiler.nvcc.name)
 
 
-def _run_ninja(batch: list[Job], work: Path, jobs: int) -> Generator[tuple[int, Record], None, None]:
-    """Runs the jobs and yields each one's index and record when it is done; nothing for one whose process died."""
+def _run(batch: list[Job], work: Path, jobs: int) -> Generator[tuple[int, Record], None, None]:
+    """Runs the jobs and yields each one's index and record when it is done; nothing for one whose process died.
+
+    Several are ninja's to schedule. One alone, which is what a search builds at a time, needs no scheduler.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, contextlib.ExitStack() as stack:
         with theirs:
-            _write_ninja_file(batch, work, theirs.fileno())
-            ninja = stack.enter_context(_ninja(work, jobs, theirs.fileno()))
+            step = [sys.executable, "-I", "-S", str(Path(compile_step.__file__).resolve())]
+            for job in batch:
+                (work / f"{job.index}.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
+            if len(batch) == 1:
+                command = [*step, f"{batch[0].index}.json", str(theirs.fileno())]
+            else:
+                _write_ninja_file(batch, work, step, theirs.fileno())
+                command = [str(_find_ninja()), "-k0", f"-j{jobs}"]  # -k0: the failure of one does not end the others
+            running = stack.enter_context(_running(command, work, theirs.fileno()))
         started, left = False, len(batch)
         # The socket ends when nobody holds its other end any more, neither ninja nor a compile: one has died then.
         while left and (message := ours.recv(1 << 20)):
@@ -310,30 +324,29 @@ def _run_ninja(batch: list[Job], work: Path, jobs: int) -> Generator[tuple[int, 
                 _log.warning(
                     "waiting for %s, which is compiling the same kernel (lock: %s)", report["owner"], report["lock"]
                 )
-        ninja.wait()
+        running.wait()
         if not started:
-            said = compile_step.first_error((work / "ninja.log").read_text(encoding="utf-8", errors="replace"))
-            raise BuildError(f"ninja does not run the compiles: {said}")
+            said = compile_step.first_error((work / _OUTPUT_FILE).read_text(encoding="utf-8", errors="replace"))
+            raise BuildError(f"{Path(command[0]).name} does not run the compiles: {said}")
 
 
-def _write_ninja_file(batch: list[Job], work: Path, descriptor: int) -> None:
+def _write_ninja_file(batch: list[Job], work: Path, step: list[str], descriptor: int) -> None:
     """Files are named by numbers, relative to ``work``; only this Python's and the script's path can need quoting."""
-    script = shlex.join([sys.executable, "-I", "-S", str(Path(compile_step.__file__).resolve())])
-    lines = ["rule compile", f"  command = {script.replace('$', '$$')} $in {descriptor}"]
-    for job in batch:
-        (work / f"{job.index}.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
-        lines.append(f"build {job.index}: compile {job.index}.json")
+    lines = ["rule compile", f"  command = {shlex.join(step).replace('$', '$$')} $in {descriptor}"]
+    lines += [f"build {job.index}: compile {job.index}.json" for job in batch]
     (work / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
-def _ninja(work: Path, jobs: int, descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A running ninja, in a session of its own: Ctrl-C is for this process, which then ends it."""
-    with (work / "ninja.log").open("wb") as output:
+def _running(command: list[str], work: Path, descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Ninja or a compile step, in a session of its own: Ctrl-C is for this process, which then ends it.
+
+    Where Ctrl-C comes while it is being started, the socket that this process then closes ends it.
+    """
+    with (work / _OUTPUT_FILE).open("wb") as output:
         try:
-            ninja = subprocess.Popen(
-                # -k0: the failure of one is not the end of the others.
-                [str(_find_ninja()), "-k0", f"-j{jobs}"],
+            running = subprocess.Popen(
+                command,
                 cwd=work,
                 # Hints are found by English messages. make's job server is not asked: the number of jobs is decided.
                 env={**_without(os.environ, "MAKEFLAGS", "NINJA_STATUS"), "LC_ALL": "C"},
@@ -344,17 +357,17 @@ def _ninja(work: Path, jobs: int, descriptor: int) -> Iterator[subprocess.Popen[
                 start_new_session=True,
             )
         except OSError as error:
-            raise BuildError(f"ninja does not run: {error}") from None
+            raise BuildError(f"{Path(command[0]).name} does not run: {error}") from None
     try:
-        yield ninja
+        yield running
     finally:
-        if ninja.poll() is None:
-            ninja.send_signal(signal.SIGINT)  # passed on to the compiles, which end their compilers
+        if running.poll() is None:
+            running.send_signal(signal.SIGINT)  # ninja passes it on to the compiles, which end their compilers
             try:
-                ninja.wait(_STOP_TIMEOUT_S)
+                running.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                os.killpg(ninja.pid, signal.SIGKILL)
-                ninja.wait()
+                os.killpg(running.pid, signal.SIGKILL)
+                running.wait()
 
 
 def _find_ninja() -> Path:
@@ -383,14 +396,16 @@ def _plain(path: Path) -> bool:
 @contextlib.contextmanager
 def _directory(parent: Path | None) -> Iterator[Path]:
     """A private directory for the time of the block, in ``parent``; with None, a temporary one whose path is plain."""
+    advice = _OTHER_CACHE
     if parent is None:
+        advice = "set TMPDIR to a directory that can be written"
         usual = Path(tempfile.gettempdir()).absolute()
         parent = usual if _plain(usual) else Path("/tmp")
     try:
         parent.mkdir(parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(dir=parent, prefix="bwdtune-"))
     except OSError as error:
-        raise BuildError(f"cannot make a directory in {parent}: {error.strerror}") from None
+        raise BuildError(f"cannot make a directory in {parent} ({error.strerror}): {advice}") from None
     try:
         yield path
     finally:

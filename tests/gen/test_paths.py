@@ -101,6 +101,34 @@ def test_the_database_is_in_the_users_data(monkeypatch: pytest.MonkeyPatch, tmp_
     assert paths.default_database() == tmp_path / ".local/share/bwdtune/bwdtune.sqlite"
 
 
+def test_a_read_only_home_is_passed_over_for_the_database_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    paths._private_dir.cache_clear()
+    with pytest.warns(UserWarning, match="BWDTUNE_DB"):
+        database = paths.default_database()
+    paths._private_dir.cache_clear()
+    assert isinstance(database, Path)
+    assert database.is_relative_to(tmp_path)
+
+
+def test_a_database_that_is_there_is_used_where_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    database = tmp_path / ".local/share/bwdtune/bwdtune.sqlite"
+    database.parent.mkdir(parents=True)
+    database.touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(paths, "_could_be_written", lambda path: False)
+    assert paths.default_database() == database
+
+
+def test_to_ask_for_the_database_makes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths.default_database()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["a b.sqlite", "50%20?#.sqlite", "ü.sqlite"])
 def test_the_database_variable_is_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     monkeypatch.setenv("BWDTUNE_DB", str(tmp_path / name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import struct
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.render import Source
 
-SUCCEED = 'echo library > "$out"'
+SUCCEED = 'cp "$library" "$out"'
+LIBRARY = struct.pack("<6s10xH44xH", b"\x7fELF\x02\x01", 3, 0)
+"""A shared object as far as its header says: without sections."""
 ODD_NAMES = ["a space", "a'quote", 'a"double', "a$HOME", "a:colon", "a;semi&and", "ünïcode", "a`tick", "50%#x"]
 
 _SCRIPT = """#!/bin/sh
@@ -26,6 +29,7 @@ for word; do
     previous=$word
 done
 echo "$src" >> {compiled}
+library={library}
 . "./$src"
 """
 
@@ -43,12 +47,14 @@ class NvccShim:
         self.nvcc = home / "bin" / "nvcc"
         self._compiled = home / "compiled"
         self.nvcc.parent.mkdir(parents=True)
+        (home / "library").write_bytes(LIBRARY)
         self.nvcc.write_text(
             _SCRIPT.format(
                 release=".".join(version.split(".")[:2]),
                 version=version,
                 archs=" ".join(map(str, archs)),
                 compiled=shlex.quote(str(self._compiled)),
+                library=shlex.quote(str(home / "library")),
             )
         )
         self.nvcc.chmod(0o755)

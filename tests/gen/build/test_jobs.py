@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import json
 import logging
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -18,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from nvcc_shim import ODD_NAMES, SUCCEED, NvccShim, source, without_wheels
+from nvcc_shim import LIBRARY, ODD_NAMES, SUCCEED, NvccShim, source, without_wheels
 
 from bwdtune.gen import paths
 from bwdtune.gen.build import compile_step
@@ -72,7 +75,7 @@ class TestResults:
         for variant in variants:
             assert variant.status == "ok"
             assert variant.library
-            assert variant.library.read_text() == "library\n"
+            assert variant.library.read_bytes() == LIBRARY
             assert (variant.arch, variant.toolchain, variant.error) == (ARCH, "13.0.88", "")
             assert not variant.cached
 
@@ -208,6 +211,20 @@ class TestFailures:
         (variant,) = build([source("echo done")], ARCH, cache=cache)
         assert variant.status == "failed"
 
+    @pytest.mark.parametrize(
+        "content", [b"", b"library\n", LIBRARY[:40], LIBRARY[:40] + struct.pack("<Q10xHH2x", 4096, 64, 20)]
+    )
+    def test_a_library_that_was_cut_off_is_no_success(
+        self, nvcc: NvccShim, cache: Path, tmp_path: Path, content: bytes
+    ) -> None:
+        (tmp_path / "part").write_bytes(content)
+        text = f"[ -e '{nvcc.home}/mended' ] || {{ cp '{tmp_path}/part' \"$out\"; exit 0; }}; {SUCCEED}"
+        (variant,) = build([source(text)], ARCH, cache=cache)
+        assert (variant.status, variant.lasting) == ("failed", False)
+        assert f"a library that is not whole: {len(content)} bytes" in variant.error
+        (nvcc.home / "mended").touch()
+        assert build_one(source(text), ARCH, cache=cache).status == "ok"
+
     def test_a_time_limit_ends_all_that_the_compiler_started(self, nvcc: NvccShim, cache: Path, tmp_path: Path) -> None:
         pid = tmp_path / "pid"
         slow = source(f"sleep 600 & echo $! > '{pid}'; wait")
@@ -328,7 +345,7 @@ class TestRefusals:
         monkeypatch.setitem(sys.modules, "ninja", None)
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(BuildError, match="pip install ninja"):
-            build([source(SUCCEED)], ARCH, cache=cache)
+            build([source(f"{SUCCEED} # {number}") for number in range(2)], ARCH, cache=cache)
 
     def test_a_broken_ninja_is_told(
         self, nvcc: NvccShim, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -338,7 +355,14 @@ class TestRefusals:
         monkeypatch.setitem(sys.modules, "ninja", None)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         with pytest.raises(BuildError, match="ninja: fatal: cannot fly"):
-            build([source(SUCCEED)], ARCH, cache=cache)
+            build([source(f"{SUCCEED} # {number}") for number in range(2)], ARCH, cache=cache)
+
+    def test_one_source_needs_no_ninja(
+        self, nvcc: NvccShim, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "ninja", None)
+        monkeypatch.setenv("PATH", "/usr/bin:/bin")
+        assert build_one(source(SUCCEED), ARCH, cache=cache).status == "ok"
 
 
 class TestTheCache:
@@ -354,7 +378,9 @@ class TestTheCache:
             "work",
         }
 
-    @pytest.mark.parametrize("damage", ["record", "library", "library_gone", "entry_of_nothing", "foreign_record"])
+    @pytest.mark.parametrize(
+        "damage", ["record", "library", "library_gone", "library_of_junk", "entry_of_nothing", "foreign_record"]
+    )
     def test_a_damaged_entry_is_built_again(self, nvcc: NvccShim, cache: Path, damage: str) -> None:
         variant = build_one(source(SUCCEED), ARCH, cache=cache)
         assert variant.library
@@ -365,6 +391,8 @@ class TestTheCache:
             record.write_text(json.dumps({"status": "ok", "library": "../../etc"}))
         elif damage == "library":
             variant.library.write_text("li")
+        elif damage == "library_of_junk":
+            variant.library.write_bytes(bytes(len(LIBRARY)))
         elif damage == "library_gone":
             variant.library.unlink()
         else:
@@ -373,7 +401,7 @@ class TestTheCache:
         again = build_one(source(SUCCEED), ARCH, cache=cache)
         assert not again.cached
         assert again.library
-        assert again.library.read_text() == "library\n"
+        assert again.library.read_bytes() == LIBRARY
 
     def test_what_killed_builds_left_is_removed_a_day_later(self, nvcc: NvccShim, cache: Path) -> None:
         old, new = cache / "work" / "bwdtune-old", cache / "work" / "bwdtune-new"
@@ -403,6 +431,27 @@ class TestTheCache:
                 assert build_one(source(SUCCEED), ARCH, cache=cache).library == variant.library
                 with pytest.raises(BwdtuneError, match="cannot write to the cache directory"):
                     build_one(source("another"), ARCH, cache=cache)
+
+    @pytest.mark.parametrize("closed", ["work", "kernels", "locks"])
+    def test_a_cache_that_another_user_made_says_the_way_out(
+        self, nvcc: NvccShim, tmp_path: Path, closed: str
+    ) -> None:
+        build_one(source(SUCCEED), ARCH, cache=tmp_path / "other")  # loads what nobody may not be able to read
+        with tempfile.TemporaryDirectory() as parent, _readable_by_all(nvcc.home):
+            cache = Path(parent)
+            for name in ("work", "kernels", "locks"):
+                (cache / name).mkdir()
+                (cache / name).chmod(0o555 if name == closed else 0o777)
+            cache.chmod(0o777)
+            with _as_nobody():
+                startable = os.access(sys.executable, os.X_OK, effective_ids=True)
+            if closed != "work" and not startable:
+                pytest.skip("nobody may run this Python")
+            with _as_nobody(), pytest.raises(CompileError if closed != "work" else BuildError) as refused:
+                build_one(source(SUCCEED), ARCH, cache=cache)
+        assert "Permission denied" in str(refused.value)
+        assert "choose another" in str(refused.value)
+        assert "--cache or BWDTUNE_CACHE" in str(refused.value)
 
     def test_a_read_only_home_is_passed_over(
         self, nvcc: NvccShim, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -456,16 +505,25 @@ def _read_only(directory: Path) -> Iterator[None]:
     directory.chmod(0o555)
     for path in directory.rglob("*"):
         path.chmod(0o555)
+    try:
+        with _as_nobody():
+            yield
+    finally:
+        for path in [directory, *directory.rglob("*")]:
+            path.chmod(0o755)
+
+
+@contextlib.contextmanager
+def _as_nobody() -> Iterator[None]:
+    """Permissions do not bind root."""
     root = os.geteuid() == 0
-    if root:  # permissions do not bind root
+    if root:
         os.seteuid(65534)
     try:
         yield
     finally:
         if root:
             os.seteuid(0)
-        for path in [directory, *directory.rglob("*")]:
-            path.chmod(0o755)
 
 
 class TestPaths:
@@ -494,13 +552,27 @@ BUILD = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from nvcc_shim import source
+from nvcc_shim import LIBRARY, source
 from bwdtune.gen.build.jobs import build
 try:
     (variant,) = build([source(Path(sys.argv[2]).read_text())], "sm_90a", cache=Path(sys.argv[1]))
-    print(variant.status, variant.cached, variant.library.read_text() if variant.library else variant.error)
+    print(variant.status, variant.cached, variant.library.read_bytes() == LIBRARY if variant.library else variant.error)
 except KeyboardInterrupt:
     sys.exit(130)
+"""
+
+
+SLOW_START = """
+import subprocess, sys, time
+from bwdtune.gen.build import compile_step
+
+class SlowPopen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        time.sleep(1)
+
+subprocess.Popen = SlowPopen
+sys.exit(compile_step.main(*sys.argv[1:]))
 """
 
 
@@ -521,7 +593,7 @@ class TestOtherProcesses:
         builders = [self.start(cache, f"sleep 1; {SUCCEED}", tmp_path) for _ in range(8)]
         answers = [builder.communicate(timeout=60)[0].split() for builder in builders]
         assert [answer[0] for answer in answers] == ["ok"] * 8
-        assert {answer[2] for answer in answers} == {"library"}
+        assert {answer[2] for answer in answers} == {"True"}
         assert nvcc.compiled == 1
 
     @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -540,7 +612,35 @@ class TestOtherProcesses:
         mended.touch()
         variant = build_one(source(text), ARCH, cache=cache)
         assert variant.library
-        assert variant.library.read_text() == "library\n"
+        assert variant.library.read_bytes() == LIBRARY
+
+    @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+    def test_a_compiler_that_is_just_being_started_is_ended_too(self, tmp_path: Path, ending: signal.Signals) -> None:
+        """The signal comes when the compiler runs and `Popen` has not returned yet."""
+        pid = tmp_path / "pid"
+        (tmp_path / "entry").mkdir()
+        job = compile_step.Job(
+            index=0,
+            directory=str(tmp_path / "entry"),
+            entry=str(tmp_path / "kernels" / "key"),
+            lock=str(tmp_path / "lock"),
+            command=["sh", "-c", f"echo $$ > '{pid}'; exec sleep 600"],
+            library="library.so",
+            scratch=str(tmp_path),
+            timeout_s=30.0,
+            toolchain="13.0.88",
+        )
+        (tmp_path / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            step = subprocess.Popen(
+                [sys.executable, "-c", SLOW_START, str(tmp_path / "job.json"), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+            )
+            _wait_for(lambda: pid.exists() and pid.read_text())
+            step.send_signal(ending)
+            assert step.wait(30) == 130
+        assert not _alive(pid)
 
     @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
     def test_no_private_files_stay(

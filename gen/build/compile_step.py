@@ -373,9 +373,9 @@ def _compile(job: Job, build: _Build) -> Record:
     if exit_status or not library.is_file():
         return _failure(job, exit_status, log, seconds)
     if not _is_whole_library(library):
-        error = f"the compiler said it was done, but left a library that is not whole: {library.stat().st_size:,} bytes"
+        part = f"the compiler said it was done, but left a library that is not whole: {library.stat().st_size:,} bytes"
         hint = _hint(log, [job.directory, job.scratch])
-        return _failed(job, "failed", "; ".join(filter(None, (error, hint))), seconds, lasting=False)
+        return _failed(job, "failed", "; ".join(filter(None, (part, hint))), seconds, lasting=False)
     if serialized := _SERIALIZED_WGMMA.search(log):
         return _failed(job, "failed", serialized[0].strip(), seconds, lasting=True)
     return Record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -287,6 +288,19 @@ class Problem:
         """Fewest bytes written: dQ, dK and dV once each."""
         return (self.query_elements + 2 * self.key_elements) * self.element_bytes
 
+    @functools.cached_property
+    def _log_sizes(self) -> tuple[float, ...]:
+        """What `distance` compares."""
+        sizes = (
+            self.seqlen_q,
+            self.seqlen_kv,
+            self.batch * self.heads_q,
+            self.heads_q / self.heads_kv,
+            # A mask that is only causal shows as many as the lengths say.
+            max(self.query_key_pairs, 1) / self.query_positions if self.mask == WINDOW else 1,
+        )
+        return tuple(math.log2(size) for size in sizes)
+
     def resized(self, *, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_kv: int) -> Problem:
         """The same kind of problem (dtype, head_dim, mask and the rest) at other sizes."""
         return replace(self, batch=batch, heads_q=heads_q, heads_kv=heads_kv, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
@@ -319,15 +333,4 @@ def band(seqlen_q: int, seqlen_kv: int, left: int, right: int, bottom_right: boo
 
 def distance(a: Problem, b: Problem) -> float:
     """How far apart two problems of a kind are in size: by how many times, in powers of 2, lengths, heads and so on."""
-
-    def measures(problem: Problem) -> tuple[float, ...]:
-        return (
-            problem.seqlen_q,
-            problem.seqlen_kv,
-            problem.batch * problem.heads_q,
-            problem.heads_q / problem.heads_kv,
-            # A mask that is only causal shows as many as the lengths say.
-            max(problem.query_key_pairs, 1) / problem.query_positions if problem.mask == WINDOW else 1,
-        )
-
-    return sum(abs(math.log2(x / y)) for x, y in zip(measures(a), measures(b), strict=True))
+    return sum(abs(x - y) for x, y in zip(a._log_sizes, b._log_sizes, strict=True))

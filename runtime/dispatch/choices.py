@@ -31,8 +31,8 @@ _Key = tuple[Problem, int]
 def choose(problem: Problem, device_index: int, *, capturing: bool = False) -> Choice:
     """The kernel that computes a problem here, or why PyTorch's backward does.
 
-    Rows are taken in the order of `selection.select`; a row whose kernel cannot be had (it no longer renders to what
-    was verified, it does not compile, it refuses the sizes) gives way to the next one.
+    Rows are taken in the order of `selection.candidates`; one whose kernel cannot be had (it no longer renders to what
+    was verified, it does not compile, it refuses the sizes) gives way to the next.
 
     It costs a dictionary's lookup for a problem that was seen, and well below a millisecond for a new one. What takes
     longer, reading the database, rendering, compiling and loading, is done in the background; until then the choice is

@@ -12,7 +12,7 @@ from ..kernel import Kernel
 from .builds import Build
 from .records import Cause, Choice, Row
 from .rows import Rows
-from .selection import select
+from .selection import Refusal, candidates
 
 
 class Progress(enum.Enum):
@@ -39,9 +39,12 @@ def resolve(problem: Problem, device: Device, known: Rows, state_of: Callable[[B
         known: The rows.
         state_of: Says what there is of a kernel, and begins to make it where nobody has.
     """
-    selected = select(problem, device, known)
-    reason, cause = selected.reason, selected.cause
-    for row in selected.rows:
+    reason, cause = known.trouble, Cause.NOTHING_STORED
+    for row in candidates(problem, device, known):
+        if isinstance(row, Refusal):
+            if not reason or row.cause == Cause.SLOWER:
+                reason, cause = row.reason, row.cause
+            continue
         state = state_of(Build.of(row, problem, device.arch), row)
         if isinstance(state, Progress):
             return Choice(None, f"{row.name} {state.value}", final=False, cause=_CAUSES[state], row=row)
@@ -50,8 +53,8 @@ def resolve(problem: Problem, device: Device, known: Rows, state_of: Callable[[B
             if objection is None:
                 return Choice(state, row.name, row=row)
             state = objection
-        reason = reason or f"{row.name} cannot be used: {state}"
-        cause = cause if cause == Cause.SLOWER else Cause.UNUSABLE
+        if not reason:
+            reason, cause = f"{row.name} cannot be used: {state}", Cause.UNUSABLE
     return Choice(None, reason, cause=cause)
 
 

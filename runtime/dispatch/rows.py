@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +27,18 @@ class Rows:
 
     rows: tuple[Row, ...]
     trouble: str = ""
+
+    def of_kind(self, kind: str) -> Sequence[Row]:
+        """The rows of a kind of problem, in an order that does not depend on the database's: stored ones first, and
+        those that were found without another card's limits."""
+        return self._by_kind.get(kind, ())
+
+    @functools.cached_property
+    def _by_kind(self) -> dict[str, list[Row]]:
+        found: dict[str, list[Row]] = {}
+        for row in sorted(self.rows, key=lambda row: (row.shipped, row.limits or "", row.problem, row.config.id)):
+            found.setdefault(row.problem.kind, []).append(row)
+        return found
 
 
 def read_rows(database: str | Path | None = None) -> Rows:

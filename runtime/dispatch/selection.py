@@ -6,7 +6,9 @@ database choose the same kernel. docs/dispatch.md has the measurements that the 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...gen.device import Device
@@ -26,24 +28,24 @@ LARGEST_RATIO = 4.0
 ADVANTAGE_PER_HALVING = 0.887
 """What halving the lengths leaves of the advantage: measured from 1,024 to 512, 1.33 to 1.18."""
 
+_MOST_CACHED = 4096
+
 
 @dataclass(frozen=True)
-class Selection:
-    """The rows that may compute a problem.
+class Refusal:
+    """Why a row may not compute a problem, or none does.
 
     Attributes:
-        rows: The best first.
-        reason: Why not one more, or why none at all; empty where nothing was in the way.
-        cause: The kind of that reason, one of `Cause`.
+        reason: One line.
+        cause: Its kind, one of `Cause`.
     """
 
-    rows: tuple[Row, ...]
     reason: str
     cause: str
 
 
-def select(problem: Problem, device: Device, known: Rows) -> Selection:
-    """The rows for a problem, in order.
+def candidates(problem: Problem, device: Device, known: Rows) -> Iterator[Row | Refusal]:
+    """The rows that may compute a problem, the best first, and among them why others may not.
 
     Rows for this very problem come first, then the nearest (`gen.problem.distance`). Among equals those of this model
     of GPU come before others of its compute capability, stored winners before shipped rows, and those found without
@@ -52,49 +54,34 @@ def select(problem: Problem, device: Device, known: Rows) -> Selection:
     that PyTorch's default was measured to beat ends the list: nearer evidence counts.
     """
     gpu = gpu_key(device)
-    of_kind = [
+    found = [
         row
-        for row in known.rows
-        if row.problem.kind == problem.kind
-        and (row.gpu == gpu or (row.shipped and row.gpu.capability == gpu.capability))
+        for row in known.of_kind(problem.kind)
+        if row.gpu == gpu or (row.shipped and row.gpu.capability == gpu.capability)
     ]
-    of_kind.sort(
-        key=lambda row: (
-            row.problem != problem,
-            row.gpu != gpu,
-            distance(row.problem, problem),
-            row.shipped,
-            row.limits is not None,
-            row.problem,
-            row.config.id,
-        )
-    )
-    found = []
-    reason, cause = known.trouble, Cause.NOTHING_STORED
-    if not of_kind and not reason:
+    found.sort(key=lambda row: (row.problem != problem, row.gpu != gpu, distance(row.problem, problem)))
+    if not found:
         reason = f"no winner is stored for {problem.label} or one like it on {device.name}: run `tuner search`"
-    for row in of_kind:
-        invalid = refusal(problem, row.config, device)
-        if invalid:
-            if not reason:
-                reason, cause = f"{row.name} cannot be used: {invalid}", Cause.UNUSABLE
-            continue
-        if not in_reach(row.problem, problem):
-            continue
-        if row.advantage is not None and row.advantage <= 1:
-            reason = f"PyTorch's own was faster at {row.problem.label}: {row.default_ms:.4g} ms for {row.ms:.4g}"
-            cause = Cause.SLOWER
-            break
-        if expected_advantage(row, problem, device) > 1:
-            found.append(row)
-    if not found and not reason:
-        nearest = of_kind[0]
-        reason = (
-            f"the nearest problem with a kernel, {nearest.problem.label}, is too far from {problem.label} to expect a "
-            "kernel that is faster than PyTorch's: run `tuner search`"
-        )
-        cause = Cause.OUT_OF_REACH
-    return Selection(tuple(found), reason, cause)
+        yield Refusal(reason, Cause.NOTHING_STORED)
+    too_far = False
+    for row in found:
+        near = in_reach(row.problem, problem)
+        if near and row.advantage is not None and row.advantage <= 1:
+            times = f"{row.default_ms:.4g} ms for {row.ms:.4g}"
+            yield Refusal(f"PyTorch's own was faster at {row.problem.label}: {times}", Cause.SLOWER)
+            return
+        if not near or expected_advantage(row, problem, device) <= 1:
+            if not too_far:  # the nearest is enough to say
+                reason = (
+                    f"the nearest problem with a kernel, {row.problem.label}, is too far from {problem.label} for "
+                    "that kernel to be expected to be faster than PyTorch's: run `tuner search`"
+                )
+                yield Refusal(reason, Cause.OUT_OF_REACH)
+            too_far = True
+        elif invalid := refusal(problem, row.config, device):
+            yield Refusal(f"{row.name} cannot be used: {invalid}", Cause.UNUSABLE)
+        else:
+            yield row
 
 
 def in_reach(found_for: Problem, problem: Problem) -> bool:
@@ -117,6 +104,7 @@ def expected_advantage(row: Row, problem: Problem, device: Device) -> float:
     return measured * ADVANTAGE_PER_HALVING**halvings * min(1.0, busy)
 
 
+@functools.lru_cache(_MOST_CACHED)
 def busy_share(problem: Problem, config: Config, device: Device) -> float:
     """The part of the SMs that can be kept busy, 0 to 1.
 
@@ -136,6 +124,7 @@ def _longest_column(problem: Problem) -> int:
     return problem.seqlen_q if min(sides) < 0 else min(problem.seqlen_q, sum(sides) + 1)
 
 
+@functools.lru_cache(_MOST_CACHED)
 def _pairs_per_row(problem: Problem) -> float:
     return max(problem.query_key_pairs, 1) / max(problem.query_positions, problem.key_positions)
 

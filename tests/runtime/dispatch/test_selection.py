@@ -14,7 +14,7 @@ from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.dispatch.records import Cause, Row
 from bwdtune.runtime.dispatch.rows import Rows
-from bwdtune.runtime.dispatch.selection import busy_share, expected_advantage, select
+from bwdtune.runtime.dispatch.selection import Refusal, busy_share, candidates, expected_advantage
 
 WGMMA = PRESETS["w64"]
 CARD = GpuKey(H200.name, "9.0")
@@ -32,9 +32,19 @@ def row(shape: str, advantage: float | None = 1.4, **changes: object) -> Row:
     return replace(Row(found_for, WGMMA, "hash", CARD, 2.0, default_ms), **changes)
 
 
-def shapes(asked: str, *rows: Row, **features: object) -> list[str]:
+def select(asked: Problem, *rows: Row) -> list[Row]:
+    """Which rows may compute it on an H200."""
+    return [found for found in candidates(asked, H200, Rows(rows)) if isinstance(found, Row)]
+
+
+def refusals(asked: Problem, *rows: Row) -> list[Refusal]:
+    """Why others may not."""
+    return [found for found in candidates(asked, H200, Rows(rows)) if isinstance(found, Refusal)]
+
+
+def shapes(asked: str, *rows: Row) -> list[str]:
     """Whose rows may compute it."""
-    return [found.problem.shape for found in select(problem(asked, **features), H200, Rows(rows)).rows]
+    return [found.problem.shape for found in select(problem(asked), *rows)]
 
 
 # What the project has measured on an H200: see README and docs/dispatch.md.
@@ -60,18 +70,18 @@ def test_a_shipped_row_of_this_very_problem_comes_before_a_winner_of_another() -
 
 def test_of_two_for_one_problem_the_winner_comes_first() -> None:
     winner, shipped = row("8_16_4096_128", 1.2), row("8_16_4096_128", 1.5, shipped=True)
-    assert select(winner.problem, H200, Rows((shipped, winner))).rows == (winner, shipped)
+    assert select(winner.problem, shipped, winner) == [winner, shipped]
 
 
 def test_the_order_does_not_depend_on_that_of_the_rows() -> None:
     """Ranks of a job read the same rows, whatever order a server gives them in."""
     rows = [*MEASURED, *(replace(one, shipped=True, config=PRESETS["w64conv"]) for one in MEASURED)]
     asked = problem("8_16_2048_128")
-    expected = select(asked, H200, Rows(tuple(rows))).rows
+    expected = select(asked, *rows)
     assert len(expected) > 4
     for seed in range(10):
         random.Random(seed).shuffle(rows)
-        assert select(asked, H200, Rows(tuple(rows))).rows == expected
+        assert select(asked, *rows) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,11 +114,11 @@ def test_what_is_near_enough_has_a_kernel(asked: str) -> None:
     ],
 )
 def test_what_is_out_of_reach_is_pytorchs(asked: str) -> None:
-    selected = select(problem(asked), H200, Rows(MEASURED))
-    assert selected.rows == ()
-    assert selected.cause == Cause.OUT_OF_REACH
-    assert "is too far from" in selected.reason
-    assert "run `tuner search`" in selected.reason
+    assert shapes(asked, *MEASURED) == []
+    nearest = refusals(problem(asked), *MEASURED)[0]
+    assert nearest.cause == Cause.OUT_OF_REACH
+    assert "is too far from" in nearest.reason
+    assert "run `tuner search`" in nearest.reason
 
 
 def test_its_own_row_serves_a_problem_however_small() -> None:
@@ -118,10 +128,11 @@ def test_its_own_row_serves_a_problem_however_small() -> None:
 @pytest.mark.parametrize("advantage", [0.88, 1.0])
 def test_a_row_that_pytorch_beat_is_not_chosen(advantage: float) -> None:
     lost = row("8_16_4096_128", advantage)
-    selected = select(lost.problem, H200, Rows((lost, row("8_16_4000_128"))))
-    assert selected.rows == ()
-    assert selected.cause == Cause.SLOWER
-    assert selected.reason == f"PyTorch's own was faster at 8_16_4096_128 bf16 causal: {2 * advantage:.4g} ms for 2"
+    near = row("8_16_4000_128")
+    assert select(lost.problem, lost, near) == []
+    (refused,) = refusals(lost.problem, lost, near)
+    assert refused.cause == Cause.SLOWER
+    assert refused.reason == f"PyTorch's own was faster at 8_16_4096_128 bf16 causal: {2 * advantage:.4g} ms for 2"
 
 
 def test_a_lost_race_counts_for_its_neighbours() -> None:
@@ -145,12 +156,12 @@ def test_where_pytorch_has_no_fused_backward_any_kernel_is_better() -> None:
 def test_other_kinds_and_other_cards() -> None:
     own = problem("8_16_4096_128")
     for other in (row("8_16_4096_128", causal=False), row("8_16_4096_64"), row("8_16_4096_128", window_left=5)):
-        assert select(own, H200, Rows((other,))).cause == Cause.NOTHING_STORED
+        assert [found.cause for found in refusals(own, other)] == [Cause.NOTHING_STORED]
     elsewhere = replace(row("8_16_4096_128"), gpu=GpuKey(H100.name, "9.0"))
-    assert select(own, H200, Rows((elsewhere,))).rows == ()
-    assert select(own, H200, Rows((replace(elsewhere, shipped=True),))).rows  # of the same compute capability
+    assert not select(own, elsewhere)
+    assert select(own, replace(elsewhere, shipped=True))  # of the same compute capability
     blackwell = replace(elsewhere, shipped=True, gpu=GpuKey("NVIDIA B200", "10.0"))
-    assert select(own, H200, Rows((blackwell,))).rows == ()
+    assert not select(own, blackwell)
 
 
 def test_this_model_comes_before_another_of_its_capability() -> None:
@@ -160,10 +171,9 @@ def test_this_model_comes_before_another_of_its_capability() -> None:
 
 def test_a_configuration_that_is_invalid_here_is_passed_over() -> None:
     split = row("8_16_4_4096_128", config=replace(PRESETS["v3"], split_gqa_heads=True))
-    selected = select(problem("8_16_4096_128"), H200, Rows((split,)))
-    assert selected.rows == ()
-    assert selected.reason.endswith("cannot be used: a group is one query head: there is nothing to split")
-    assert selected.cause == Cause.UNUSABLE
+    (refused,) = refusals(problem("8_16_4096_128"), split)
+    assert refused.reason.endswith("cannot be used: a group is one query head: there is nothing to split")
+    assert refused.cause == Cause.UNUSABLE
 
 
 def test_what_is_expected_never_grows() -> None:

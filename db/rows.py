@@ -149,9 +149,7 @@ def config_name(config: Config) -> str:
     was stored before stays the same configuration.
     """
     values = ((one, getattr(config, name)) for name, one in config.parameters.items())
-    return " ".join(
-        [config.family, *(f"{one.stored}={int(value)}" for one, value in values if value != one.default)]
-    )
+    return " ".join([config.family, *(f"{one.stored}={int(value)}" for one, value in values if value != one.default)])
 
 
 def config_columns(config: Config) -> dict[str, Any]:

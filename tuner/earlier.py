@@ -25,7 +25,7 @@ from ..gen.render import Source, render
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _LONGEST_RENDERING_S = 300
 
-# Runs in the earlier version: configurations are given by the names that they are stored under, which all versions read.
+# Runs in the earlier version. Configurations come by the names that they are stored under, which every version reads.
 _PROGRAM = """
 import json, sys
 from bwdtune.gen.problem import Problem

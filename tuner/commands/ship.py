@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...db import shipped
 from ...db.records import EMULATED, MEASURED, EmulatedBest, Winner
-from ...db.shipped import Shipped, write_shipped
+from ...db.shipped import Race, Shipped, write_shipped
 from ...gen.device import device_for_arch
 from ...gen.emulation import EMULATED_CARDS
+from ...gen.errors import BwdtuneError
 from ...gen.problem import Problem
-from ...gen.render import render
+from ...gen.render import Source, render, template_hash
 from ...runtime.gpu import gpu_key
 from .options import DatabaseOption, JsonOption
 from .output import print_result
@@ -70,41 +72,71 @@ def ship(store: Store, path: Path | None = None, *, interrupted: bool = False) -
     """Writes the table from a database's winners on their own cards, and its best emulated configurations.
 
     Left out are winners that kept to another card's limits, the best of interrupted searches unless they are asked for,
-    and those whose source is not what today's templates make.
+    and those whose kernel is not known to be what today's templates make: by its source, or where the text has changed
+    by its machine code (`carry`).
 
     Args:
         store: The database.
         path: The table; None for the package's own.
         interrupted: Whether the best of interrupted searches is good enough: verified and timed it was, too.
+
+    Raises:
+        BwdtuneError: There is nothing to ship, or the table cannot be written. It is as it was.
     """
-    rows, left_out = [], []
+    rows: list[Shipped] = []
+    left_out: list[str] = []
     for winner in store.winners():
-        reason = _why_not(winner, render(winner.problem, winner.config).hash, interrupted)
+        source = render(winner.problem, winner.config)
+        reason = _why_not(store, winner, source, interrupted)
         if winner.limits:
             reason = f"it kept to the limits of {winner.limits}"
         if reason:
             left_out.append(f"{winner.problem.label} on {winner.environment.gpu.name} is left out: {reason}")
         else:
-            rows.append(_measured(winner))
+            rows.append(_measured(winner, source))
     for best in store.emulated_bests():
         card = device_for_arch(best.environment.arch)
-        reason = _why_not(best, render(best.problem, best.config, emulate=best.target, card=card).hash, interrupted)
+        slowed = render(best.problem, best.config, emulate=best.target, card=card)
+        reason = _why_not(store, best, slowed, interrupted)
         if reason:
             left_out.append(f"{best.problem.label} emulated for {best.target} is left out: {reason}")
         else:
-            rows.append(_emulated(best))
-    return ShippedTable(write_shipped(rows, path), tuple(rows), tuple(left_out))
+            rows.append(_emulated(store, best))
+    path = path or shipped.TABLE
+    if not rows:
+        reasons = "".join(f"; {reason}" for reason in left_out)
+        raise BwdtuneError(f"there is nothing to ship, and {path} is left as it was{reasons or ': run `tuner search`'}")
+    try:
+        return ShippedTable(write_shipped(rows, path), tuple(rows), tuple(left_out))
+    except OSError as error:
+        raise BwdtuneError(f"{path} cannot be written and is left as it was: {error.strerror}") from None
 
 
-def _why_not(best: Winner | EmulatedBest, source_hash: str, interrupted: bool) -> str:
+def _why_not(store: Store, best: Winner | EmulatedBest, source: Source, interrupted: bool) -> str:
     if best.partial and not interrupted:
         return "its search was interrupted"
-    if best.source_hash != source_hash:
-        return "the templates have changed since: search again"
-    return ""
+    if best.source_hash == source.hash:
+        return ""
+    before, today = (
+        store.find_variant(
+            best.problem,
+            best.config,
+            source_hash=source_hash,
+            arch=best.environment.arch,
+            toolchain=best.environment.toolkit,
+        )
+        for source_hash in (best.source_hash, source.hash)
+    )
+    if before and today and before.machine_code and before.machine_code == today.machine_code:
+        return ""
+    return "its text has changed since: `tuner carry` says whether its machine code has, else search again"
 
 
-def _measured(winner: Winner) -> Shipped:
+def _measured(winner: Winner, source: Source) -> Shipped:
+    race = None
+    if winner.default_kernel and winner.default_ms:
+        peers = {winner.default_kernel: winner.default_ms}
+        race = Race(winner.median_ms, peers, winner.default_kernel, "the race that it won")
     return Shipped(
         problem=winner.problem,
         config=winner.config,
@@ -117,16 +149,26 @@ def _measured(winner: Winner) -> Shipped:
         ms=winner.median_ms,
         cycles=None,
         max_error=winner.max_error,
-        source_hash=winner.source_hash,
-        template_hash=winner.template_hash,
+        source_hash=source.hash,
+        template_hash=template_hash(winner.config.family),
+        machine_code=winner.machine_code,
+        race=race,
     )
 
 
-def _emulated(best: EmulatedBest) -> Shipped:
+def _emulated(store: Store, best: EmulatedBest) -> Shipped:
+    card, source = EMULATED_CARDS[best.target], render(best.problem, best.config)
+    built = store.find_variant(
+        best.problem,
+        best.config,
+        source_hash=source.hash,
+        arch=card.arch,
+        toolchain=best.environment.toolkit,
+    )
     return Shipped(
         problem=best.problem,
         config=best.config,
-        gpu=gpu_key(EMULATED_CARDS[best.target]),
+        gpu=gpu_key(card),
         kind=EMULATED,
         environment=best.environment,
         policy=best.policy,
@@ -135,8 +177,9 @@ def _emulated(best: EmulatedBest) -> Shipped:
         ms=None,
         cycles=best.cycles,
         max_error=best.max_error,
-        source_hash=render(best.problem, best.config).hash,
-        template_hash=best.template_hash,
+        source_hash=source.hash,
+        template_hash=template_hash(best.config.family),
+        machine_code=built.machine_code if built else None,
     )
 
 

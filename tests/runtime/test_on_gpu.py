@@ -17,7 +17,7 @@ from bwdtune.gen.render import render
 from bwdtune.runtime import torch_attention
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import TORCH_DTYPES, Kernel, backward
-from bwdtune.tuner.lab.verification import Verifier
+from bwdtune.runtime.verification.verifier import Verifier
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,8 @@ from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.families import FAMILIES, Config, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.space import refusal, representatives
-from bwdtune.tuner.lab.cases import Case
-from bwdtune.tuner.lab.inputs import INPUTS
+from bwdtune.runtime.verification.cases import Case
+from bwdtune.runtime.verification.inputs import INPUTS
 
 HEAD_DIMS = (8, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 200, 256)
 

@@ -18,9 +18,9 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel
+from bwdtune.runtime.verification.verifier import Verifier
 from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.lab.timing import SEARCH_POLICY
-from bwdtune.tuner.lab.verification import Verifier
 from bwdtune.tuner.search.candidates import EMULATED_SPILL_BOUND_BYTES
 from bwdtune.tuner.search.tensor_activity import tensor_activity
 

@@ -19,9 +19,9 @@ from bwdtune.gen.render import render
 from bwdtune.runtime import torch_attention
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
-from bwdtune.tuner.lab.cases import Case
-from bwdtune.tuner.lab.inputs import make_inputs
-from bwdtune.tuner.lab.verification import Verifier
+from bwdtune.runtime.verification.cases import Case
+from bwdtune.runtime.verification.inputs import make_inputs
+from bwdtune.runtime.verification.verifier import Verifier
 
 MATRIX, SAMPLE = feature_matrix.matrix(), feature_matrix.sample()
 

@@ -18,9 +18,9 @@ from bwdtune.gen.render import render
 from bwdtune.gen.space import refusal
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
-from bwdtune.tuner.lab.cases import Case
-from bwdtune.tuner.lab.inputs import make_inputs
-from bwdtune.tuner.lab.verification import Verifier
+from bwdtune.runtime.verification.cases import Case
+from bwdtune.runtime.verification.inputs import make_inputs
+from bwdtune.runtime.verification.verifier import Verifier
 
 pytestmark = pytest.mark.gpu
 

@@ -23,9 +23,9 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.gen.space import refusal, valid_configs
 from bwdtune.runtime.kernel import Kernel, KernelError, backward
-from bwdtune.tuner.lab.cases import Case
-from bwdtune.tuner.lab.inputs import make_inputs
-from bwdtune.tuner.lab.verification import Verifier
+from bwdtune.runtime.verification.cases import Case
+from bwdtune.runtime.verification.inputs import make_inputs
+from bwdtune.runtime.verification.verifier import Verifier
 
 VERIFIER = Verifier("cpu")
 KINDS = list(itertools.product(("bf16", "fp16"), (64, 128), (True, False)))

@@ -15,8 +15,8 @@ import torch
 
 from ...gen.problem import Problem
 from ...runtime.kernel import Kernel
-from ..lab.cases import Case
-from ..lab.inputs import make_inputs
+from ...runtime.verification.cases import Case
+from ...runtime.verification.inputs import make_inputs
 
 
 def main(library: str, problem_json: str) -> None:

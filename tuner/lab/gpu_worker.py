@@ -20,12 +20,12 @@ from ...gen.errors import BwdtuneError
 from ...gen.problem import Problem
 from ...runtime import torch_attention
 from ...runtime.kernel import Kernel, KernelError
-from .inputs import Inputs
+from ...runtime.verification.inputs import Inputs
+from ...runtime.verification.verifier import Verifier
 from .peers import PEERS
 from .protocol import Answer, Request, Running
 from .stopwatch import Timed, time_kernels
 from .timing import Policy, Timings
-from .verification import Verifier
 
 
 def main(connection: Connection, device: str) -> None:

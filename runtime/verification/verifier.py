@@ -11,7 +11,7 @@ import torch
 
 from ...db.records import VerificationRecord
 from ...gen.problem import Problem
-from ...runtime.kernel import Kernel, KernelError
+from ..kernel import Kernel, KernelError
 from .cases import Case, cases
 from .inputs import Inputs, make_inputs
 from .reference import GRADIENTS, Errors, HeadReference, head_reference

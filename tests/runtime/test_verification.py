@@ -20,10 +20,10 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel
-from bwdtune.tuner.lab.cases import Case, cases
-from bwdtune.tuner.lab.inputs import INPUTS, make_inputs
-from bwdtune.tuner.lab.reference import head_reference
-from bwdtune.tuner.lab.verification import Verifier
+from bwdtune.runtime.verification.cases import Case, cases
+from bwdtune.runtime.verification.inputs import INPUTS, make_inputs
+from bwdtune.runtime.verification.reference import head_reference
+from bwdtune.runtime.verification.verifier import Verifier
 
 VERIFIER = Verifier("cpu")
 PROBLEM = Problem.parse("2_2_1000_32", causal=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...gen.problem import UNLIMITED, WINDOW, Problem
-from ...runtime.features import Features, Sequences
+from ..features import Features, Sequences
 
 SOFTCAP = 2.0
 """The cap of all cases: well within the scores of every kind of input."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...runtime import torch_attention
-from ...runtime.features import Features
-from ...runtime.kernel import TORCH_DTYPES
+from .. import torch_attention
+from ..features import Features
+from ..kernel import TORCH_DTYPES
 from .cases import Case
 
 _FAR_SCORE = 150.0  # at the default scale; exp(89) overflows in fp32

@@ -151,7 +151,7 @@ def build(
         compiler = find_compiler(arch)
     except ToolchainError:
         ready = [find_built(source, arch, cache=cache) for source in sources]
-        variants = [variant for variant in ready if variant]
+        variants = [found[0] for found in ready if found]
         if len(variants) < len(sources):
             raise
         for variant in variants:
@@ -199,18 +199,16 @@ def _key(source: Source, arch: str, compiler: Compiler) -> str:
     return f"{source.hash}-{arch}-{digest[:16]}"
 
 
-def find_built(source: Source, arch: str, *, cache: Path | None = None) -> Variant | None:
-    """A source's library that is in the cache, by whatever compiler; the newest of several, None where there is none.
+def find_built(source: Source, arch: str, *, cache: Path | None = None) -> list[Variant]:
+    """A source's libraries that are in the cache, one for each compiler that has made one; the newest first.
 
     Unlike `build` it needs no compiler, and starts no process to ask one for its version.
     """
     entries = cache_dir(cache) / "kernels"
     ready = [(path, read_record(path)) for path in entries.glob(f"{source.hash}-{arch}-*")]
     usable = [(path.stat().st_mtime, path, record) for path, record in ready if record and record.status == "ok"]
-    if not usable:
-        return None
-    _, path, record = max(usable, key=lambda item: item[:2])
-    return _variant(source, arch, path, record, cached=True)
+    newest_first = sorted(usable, key=lambda item: item[:2], reverse=True)
+    return [_variant(source, arch, path, record, cached=True) for _, path, record in newest_first]
 
 
 def _variant(source: Source, arch: str, entry: Path, record: Record, *, cached: bool) -> Variant:

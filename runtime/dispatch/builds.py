@@ -12,6 +12,7 @@ from ...gen.families import Config
 from ...gen.problem import UNLIMITED, WINDOW, Problem
 from ...gen.render import Source, render
 from ..kernel import Kernel
+from .identity import Identity
 from .records import Row
 
 
@@ -22,19 +23,19 @@ class Build:
     Attributes:
         problem: One problem of the kind.
         config: The configuration.
-        source_hash: Hash of the source that was verified.
+        identity: What tells the kernel that was verified and timed from others.
         arch: The compile target.
     """
 
     problem: Problem
     config: Config
-    source_hash: str
+    identity: Identity
     arch: str
 
     @classmethod
     def of(cls, row: Row, problem: Problem, arch: str) -> Build:
         """A row's kernel for a problem of its kind."""
-        return cls(_any_size(problem), row.config, row.source_hash, arch)
+        return cls(_any_size(problem), row.config, row.identity, arch)
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,28 @@ class Made:
 
 
 def find(wanted: Build, *, cache: Path | None = None) -> Kernel | str | None:
-    """The kernel where its library is in the cache, or why it cannot be used; None where it has to be compiled.
+    """The kernel where its library is in the cache, or why it cannot be used; None where it has to be compiled, or
+    verified.
 
     Starts no process, and raises nothing.
     """
-    try:
-        source = _source(wanted)
-        variant = None if isinstance(source, str) else find_built(source, wanted.arch, cache=cache)
-    except Exception as error:
-        return _described(error)
+    source = _source(wanted)
     if isinstance(source, str):
         return source
-    return _loaded(variant) if variant else None
+    try:
+        for variant in find_built(source, wanted.arch, cache=cache):
+            if wanted.identity.known_objection(variant) == "":
+                return _loaded(variant)
+    except Exception as error:
+        return _described(error)
+    return None  # the compiler that is here may yet make the kernel
 
 
 def make(builds: Sequence[Build], *, cache: Path | None = None, jobs: int | None = None) -> dict[Build, Made]:
     """Finds or compiles kernels for one target, several at once, and loads them. Raises nothing.
+
+    What another compiler made than the one that the kernel was timed with is verified first, on a GPU that is here, in
+    a process of its own.
 
     Args:
         builds: What is wanted.
@@ -89,19 +96,28 @@ def make(builds: Sequence[Build], *, cache: Path | None = None, jobs: int | None
     except Exception as error:
         return made | {wanted: Made(_described(error)) for wanted in absent}
     for wanted, variant in zip(absent, variants, strict=True):
-        made[wanted] = Made(_loaded(variant), None if variant.cached else variant.seconds)
+        made[wanted] = Made(_admitted(wanted, variant), None if variant.cached else variant.seconds)
     return made
 
 
 def _source(wanted: Build) -> Source | str:
-    """The source that was verified, or why it cannot be had."""
+    """The source, or why it cannot be had, or cannot be the kernel."""
     try:
         source = render(wanted.problem, wanted.config)
     except Exception as error:  # whatever a template says of a row of long ago
         return f"it does not render: {_described(error)}"
-    if source.hash != wanted.source_hash:
-        return "its templates have changed since it was verified; search again"
+    if source.hash != wanted.identity.source_hash and wanted.identity.machine_code is None:
+        return "its text has changed since it was verified, and its machine code is not known: search again"
     return source
+
+
+def _admitted(wanted: Build, variant: Variant) -> Kernel | str:
+    """The kernel of a library that may be used, or why it may not."""
+    try:
+        objection = wanted.identity.objection(variant, wanted.problem) if variant.library else ""
+    except Exception as error:
+        return _described(error)
+    return objection or _loaded(variant)
 
 
 def _loaded(variant: Variant) -> Kernel | str:

@@ -9,6 +9,7 @@ from ...db.records import NO_FUSED_BACKWARD, GpuKey
 from ...gen.families import Config
 from ...gen.problem import Problem
 from ..kernel import Kernel
+from .identity import Identity
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Row:
         shipped: Whether this version ships it; else it is a stored winner.
         limits: The card whose limits its search kept to, if any.
         origin: Where it was measured, in a few words; empty for a stored winner.
+        machine_code: Hash of the machine code that was verified and timed; None in what was stored before there was
+            such a hash.
+        toolkit: The nvcc that compiled it.
     """
 
     problem: Problem
@@ -38,6 +42,13 @@ class Row:
     shipped: bool = False
     limits: str | None = None
     origin: str = ""
+    machine_code: str | None = None
+    toolkit: str = ""
+
+    @property
+    def identity(self) -> Identity:
+        """What tells its kernel from others."""
+        return Identity(self.source_hash, self.machine_code, self.toolkit)
 
     @property
     def name(self) -> str:

@@ -81,6 +81,8 @@ def _of_winner(winner: Winner) -> Row:
         default_ms=winner.default_ms,
         default_kernel=winner.default_kernel,
         limits=winner.limits,
+        machine_code=winner.machine_code,
+        toolkit=winner.environment.toolkit,
     )
 
 
@@ -90,7 +92,11 @@ def _of_shipped(row: Shipped) -> Row:
         config=row.config,
         source_hash=row.source_hash,
         gpu=row.gpu,
-        ms=row.ms,
+        ms=row.race.ms if row.race else row.ms,  # beside PyTorch's, where that ran
+        default_ms=row.race.default_ms if row.race else None,
+        default_kernel=row.race.default or None if row.race else None,
         shipped=True,
         origin=row.origin,
+        machine_code=row.machine_code,
+        toolkit=row.environment.toolkit,
     )

@@ -124,8 +124,8 @@ def test_a_winner_whose_templates_have_changed_is_passed_over(host: Device, stor
     choice = choose(PROBLEM, 0)
     assert choice.kernel is None
     assert choice.reason == (
-        "the winner of 2_4_128_64 bf16 causal cannot be used: its templates have changed since it was verified; "
-        "search again"
+        "the winner of 2_4_128_64 bf16 causal cannot be used: its text has changed since it was verified, and its "
+        "machine code is not known: search again"
     )
     store_winner(Problem.parse("2_4_256_64", causal=True), PRESETS["v2"])
     dispatch.forget()

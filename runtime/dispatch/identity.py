@@ -1,0 +1,112 @@
+"""Whether a library is the kernel that was verified and timed: by its machine code, and where that cannot be known by a
+verification here."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ...gen.build.jobs import Variant
+from ...gen.device import HOST, HOST_ARCH, Device
+from ...gen.errors import BwdtuneError
+from ...gen.problem import Problem
+from .. import gpu
+from ..verification import verdicts
+
+
+class Standing(enum.Enum):
+    """What a library is to a row."""
+
+    SAME = "the kernel that was verified and timed"
+    OTHER = "another kernel"
+    UNPROVEN = "what another compiler made of the kernel's text"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells the kernel that was verified and timed from others.
+
+    Attributes:
+        source_hash: Hash of its text.
+        machine_code: Hash of its machine code; None where it was stored before there was such a hash.
+        toolkit: The nvcc that compiled it.
+    """
+
+    source_hash: str
+    machine_code: str | None
+    toolkit: str
+
+    def standing(self, variant: Variant) -> Standing:
+        """What a library of today's text is.
+
+        By machine code, whatever the text. The same compiler's other machine code is another kernel, which nobody has
+        timed; another compiler's is unproven. Where one of the two hashes is missing the text tells: it always does in
+        a build for the CPU, which has no machine code of a GPU.
+        """
+        same_compiler = variant.toolchain == self.toolkit or variant.arch == HOST_ARCH
+        if self.machine_code and variant.machine_code:
+            if self.machine_code == variant.machine_code:
+                return Standing.SAME
+        elif variant.source.hash != self.source_hash:
+            return Standing.OTHER
+        elif same_compiler:
+            return Standing.SAME
+        return Standing.OTHER if same_compiler else Standing.UNPROVEN
+
+    def known_objection(self, variant: Variant) -> str | None:
+        """Why a library cannot be used: empty where it can, None where it has to be verified first. Costs no time.
+
+        Raises:
+            BwdtuneError: The library cannot be read.
+        """
+        standing = self.standing(variant)
+        if standing is Standing.SAME:
+            return ""
+        if standing is Standing.OTHER:
+            return "it compiles to another kernel than the one that was timed: search again"
+        found = _gpu_of(variant.arch)
+        assert variant.library, "a standing is of a library"
+        verdict = found and verdicts.known(variant.library, found[1])
+        return self._objection(variant, verdict) if verdict else None
+
+    def objection(self, variant: Variant, problem: Problem) -> str:
+        """The same, with a verification where none is known: seconds, in a process of its own.
+
+        Args:
+            variant: The library.
+            problem: Its kind of problem.
+
+        Raises:
+            BwdtuneError: The library cannot be read or verified.
+        """
+        known = self.known_objection(variant)
+        if known is not None:
+            return known
+        found = _gpu_of(variant.arch)
+        if found is None:
+            return f"{self._compilers(variant)}: it is verified once, on a GPU, before it is used"
+        assert variant.library, "a standing is of a library"
+        return self._objection(variant, verdicts.verify(variant.library, problem, found[1], found[0]))
+
+    def _objection(self, variant: Variant, verdict: verdicts.Verdict) -> str:
+        return "" if verdict.passed else f"{self._compilers(variant)}, and is wrong: {verdict.reason}"
+
+    def _compilers(self, variant: Variant) -> str:
+        return f"nvcc {variant.toolchain} compiles it to other code than nvcc {self.toolkit}, with which it was timed"
+
+
+def _gpu_of(arch: str) -> tuple[int, Device] | None:
+    """The first GPU of a target, and CUDA's ordinal of it; None where there is none."""
+    if arch == HOST_ARCH:
+        return 0, HOST
+    index = 0
+    while True:
+        try:
+            device = gpu.current_device(index)
+        except gpu.NoGpuError:
+            return None
+        except BwdtuneError:  # one that no kernel runs on
+            device = None
+        if device and device.arch == arch:
+            return index, device
+        index += 1

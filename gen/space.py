@@ -48,9 +48,7 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
             f"about {needs.registers} registers a thread: {blocks} block{'s' if blocks > 1 else ''} of "
             f"{config.threads} threads leave {registers}"
         )
-    fitting = device.blocks_per_sm(
-        threads=config.threads, registers=needs.registers, shared_memory_bytes=needs.shared_memory_bytes
-    )
+    fitting = device.blocks_per_sm(**vars(needs))
     if fitting < blocks:
         return f"{blocks} blocks an SM are asked for, {fitting} fit by threads and shared memory"
     return None

@@ -131,6 +131,10 @@ class Estimate:
     shared_memory_bytes: int
     registers: int
 
+    def compiled(self, registers: int, static_shared_memory_bytes: int) -> Estimate:
+        """The same with what ptxas says: its registers, and static shared memory beside the dynamic."""
+        return Estimate(self.threads, self.shared_memory_bytes + static_shared_memory_bytes, registers)
+
 
 @dataclass(frozen=True)
 class Phase:

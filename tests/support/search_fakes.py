@@ -65,6 +65,7 @@ class FakeBuilder:
         spills: Bytes that a configuration spills for a target.
         lasting: Whether what does not compile never will.
         registers: A thread's registers for a target, with dummy mma in it or not.
+        static_bytes: A block's static shared memory.
         compiled: What it was asked for: configuration and target.
         sources: The sources of it, and the target.
     """
@@ -73,6 +74,7 @@ class FakeBuilder:
     spills: Callable[[Config, str], int] = lambda config, arch: 0
     lasting: bool = True
     registers: Callable[[Source, str], int] = lambda source, arch: 168
+    static_bytes: Callable[[Source], int] = lambda source: 0
     compiled: list[tuple[Config, str]] = field(default_factory=list)
     sources: list[tuple[Source, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -88,7 +90,9 @@ class FakeBuilder:
             library=Path("/nowhere") / f"{source.name}.so" if ok else None,
             key=source.name,
             toolchain=TOOLKIT,
-            resources=CompiledResources(self.registers(source, arch), self.spills(source.config, arch), 0, 0, 1)
+            resources=CompiledResources(
+                self.registers(source, arch), self.spills(source.config, arch), 0, self.static_bytes(source), 1
+            )
             if ok
             else None,
             status="ok" if ok else "failed",

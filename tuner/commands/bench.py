@@ -417,13 +417,14 @@ def _compile(
 
 def _resources(problem: Problem, variant: Variant, device: Device) -> dict[str, Any]:
     assert variant.resources
-    needs = variant.source.config.estimate(problem)
-    use = {
+    needs, compiled = variant.source.config.estimate(problem), variant.resources
+    return {
         "threads": needs.threads,
-        "registers": variant.resources.registers,
+        "registers": compiled.registers,
         "shared_memory_bytes": needs.shared_memory_bytes,
+        "spill_bytes": compiled.spill_bytes,
+        "occupancy": device.occupancy(**vars(needs.compiled(compiled.registers, compiled.shared_memory_bytes))),
     }
-    return {**use, "spill_bytes": variant.resources.spill_bytes, "occupancy": device.occupancy(**use)}
 
 
 def _verify(problem: Problem, entries: Sequence[_Entry], variants: Mapping[Config, Variant], worker: Bench) -> None:

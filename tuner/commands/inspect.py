@@ -188,7 +188,7 @@ def inspect(problem: Problem, config: Config, device: Device, *, cache: Path | N
     use = {
         "threads": info.threads,
         "registers": resources.registers,
-        "shared_memory_bytes": info.shared_memory_bytes,
+        "shared_memory_bytes": info.shared_memory_bytes + resources.shared_memory_bytes,
     }
     return Inspection(
         config=config,

@@ -143,12 +143,12 @@ class CandidateSearch(ABC):
         if self.options.within:
             plain = render(self.problem, candidate.config)
             limits_variant = self.builder(plain, EMULATED_CARDS[self.options.within].arch)
-            refused = _refused(limits_variant, spill_bound_bytes=0)
+            refused = _refused(limits_variant, spill_bound_bytes=0) or self._too_much_shared_memory(limits_variant)
             if refused and not exempt:
                 return Compiled(None, limits_variant, refused)
         variant = self.builder(candidate.source, self.device.arch)
         bound = EMULATED_SPILL_BOUND_BYTES if self.options.emulate else SPILL_BOUND_BYTES
-        refused = _refused(variant, None if exempt else bound)
+        refused = _refused(variant, None if exempt else bound) or self._too_much_shared_memory(variant)
         if limits_variant and self.options.emulate and not exempt:
             refused = refused or self._fewer_blocks(variant, limits_variant)
         return Compiled(variant, limits_variant, refused)
@@ -240,11 +240,8 @@ class CandidateSearch(ABC):
         )
         if compiled is None:
             return row
-        part = self.space_device.occupancy(
-            threads=needs.threads,
-            registers=compiled.registers,
-            shared_memory_bytes=needs.shared_memory_bytes,
-        )
+        used = needs.compiled(compiled.registers, compiled.shared_memory_bytes)
+        part = self.space_device.occupancy(**vars(used))
         return replace(row, registers=compiled.registers, spill_bytes=compiled.spill_bytes, occupancy=part)
 
     def result(
@@ -304,6 +301,20 @@ class CandidateSearch(ABC):
         self.settled(candidate, outcome)
         self.tell("searching", (candidate.config, outcome.reason))
 
+    def _too_much_shared_memory(self, variant: Variant) -> Outcome | None:
+        """That a block's static shared memory, of which arithmetic knows nothing, leaves too little for the dynamic."""
+        if not variant.resources:
+            return None
+        dynamic = variant.source.config.estimate(self.problem).shared_memory_bytes
+        static, most = variant.resources.shared_memory_bytes, self.space_device.shared_memory_per_block_bytes
+        if dynamic + static <= most:
+            return None
+        return Outcome(
+            "refused",
+            reason=f"{variant.arch}: {dynamic:,} bytes of shared memory and {static:,} static ones: a block of "
+            f"{self.space_device.name} has at most {most:,}",
+        )
+
     def _fewer_blocks(self, emulated: Variant, real: Variant) -> Outcome | None:
         """That an emulated build has too many registers for as many blocks an SM as the kernel itself has on its
         card.
@@ -313,9 +324,7 @@ class CandidateSearch(ABC):
         needs = real.source.config.estimate(self.problem)
         emulated_blocks, real_blocks = (
             self.space_device.blocks_per_sm(
-                threads=needs.threads,
-                registers=compiled.registers,
-                shared_memory_bytes=needs.shared_memory_bytes,
+                **vars(needs.compiled(compiled.registers, compiled.shared_memory_bytes))
             )
             for compiled in (emulated.resources, real.resources)
         )

@@ -244,11 +244,11 @@ def _resident_blocks(problem: Problem, config: Config, device: Device, resources
         return 1
     needs = config.estimate(problem)
     most = device.registers_per_thread(threads=config.threads, blocks=config.min_blocks_per_sm)
-    registers = resources.registers if resources else min(math.ceil(needs.registers * _REGISTERS_OVER_ESTIMATE), most)
-    found = device.blocks_per_sm(
-        threads=needs.threads, registers=registers, shared_memory_bytes=needs.shared_memory_bytes
-    )
-    return max(found, 1)
+    if resources:
+        used = needs.compiled(resources.registers, resources.shared_memory_bytes)
+    else:
+        used = needs.compiled(min(math.ceil(needs.registers * _REGISTERS_OVER_ESTIMATE), most), 0)
+    return max(device.blocks_per_sm(**vars(used)), 1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -483,6 +483,22 @@ def test_spare_accumulators_may_spill_a_little(database: Path) -> None:
     assert {config.family for config, reason in result.failures} == {"mmat"}
 
 
+def test_static_shared_memory_counts_beside_the_dynamic(database: Path) -> None:
+    """Of which arithmetic knows nothing: what fits without it may not with it, and fewer blocks share an SM."""
+
+    def static(source: Source) -> int:
+        needs = source.config.estimate(PROBLEM)
+        return H200.shared_memory_per_block_bytes - needs.shared_memory_bytes + (source.config not in (V1, V2))
+
+    result = run_search(database, builder=FakeBuilder(static_bytes=static), trials=8)
+    refused = dict(result.failures)
+    assert len(refused) == 6
+    assert not refused.keys() & {V1, V2}
+    assert all("static ones: a block of NVIDIA H200 has at most 232,448" in reason for reason in refused.values())
+    (v2,) = (row for row in result.rows if row.kernel == "v2")
+    assert v2.occupancy == V2.threads / 2048, "one block takes all of the shared memory"
+
+
 def test_an_emulated_build_with_fewer_blocks_an_sm_is_refused(database: Path) -> None:
     """Where shared memory leaves room for two blocks or more of a 5090's SM, registers that only one can have change
     the pace.

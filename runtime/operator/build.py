@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -50,7 +51,7 @@ def library(cache: Path | None = None) -> Path:
     if not compiler:
         raise OperatorBuildError("there is no C++ compiler (g++, or the one that CXX names)")
     try:
-        return _build(compiler, writable_cache_dir(cache) / "operator", key)
+        return _build(compiler, writable_cache_dir(cache), key)
     except OSError as error:
         raise OperatorBuildError(f"cannot write the operator's library: {error}") from error
 
@@ -60,31 +61,44 @@ def is_built(cache: Path | None = None) -> bool:
     return (cache_dir(cache) / "operator" / _key(_compiler()) / _LIBRARY).exists()
 
 
-def _build(compiler: list[str], entries: Path, key: str) -> Path:
-    entries.mkdir(parents=True, exist_ok=True)
+def discard(library: Path) -> None:
+    """Removes a library that does not load: it is built again when it is asked for."""
+    shutil.rmtree(library.parent, ignore_errors=True)
+
+
+def _build(compiler: list[str], cache: Path, key: str) -> Path:
+    # What a killed build leaves among the works is removed by the kernels' builds, a day later.
+    entries, works = cache / "operator", cache / "work"
+    for directory in (entries, works):
+        directory.mkdir(parents=True, exist_ok=True)
     ready = entries / key / _LIBRARY
-    with FileLock(entries / f"{key}.lock"), tempfile.TemporaryDirectory(dir=entries, prefix=".build-") as work:
-        if ready.exists():  # another process was faster
-            return ready
-        made = Path(work, "entry")
-        made.mkdir()
-        command = [*compiler, *_flags(), str(_SOURCES / "operator.cpp"), "-o", str(made / _LIBRARY)]
-        command += [f"-L{_TORCH / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
+    with FileLock(entries / f"{key}.lock"), tempfile.TemporaryDirectory(dir=works, prefix="bwdtune-") as work:
+        if not ready.exists():  # else another process was faster
+            made = Path(work, "entry")
+            made.mkdir()
+            _compile(compiler, made, log=entries / f"{key}.log")
+            try:
+                made.replace(ready.parent)
+            except OSError:
+                if not ready.exists():
+                    raise
+    return ready
+
+
+def _compile(compiler: list[str], directory: Path, log: Path) -> None:
+    command = [*compiler, *_flags(), str(_SOURCES / "operator.cpp"), "-o", str(directory / _LIBRARY)]
+    command += [f"-L{_TORCH / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "timeout": _TIME_LIMIT_S}
+    with (directory / _LOG).open("wb") as output:
         try:
-            with (made / _LOG).open("wb") as log:
-                status = subprocess.run(
-                    command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, timeout=_TIME_LIMIT_S
-                ).returncode
+            status = subprocess.run(command, stdout=output, **options).returncode
         except subprocess.TimeoutExpired:
             raise OperatorBuildError(f"{compiler[0]} took more than {_TIME_LIMIT_S} s for the operator") from None
-        if status:
-            text = (made / _LOG).read_text(errors="replace")
-            kept = entries / f"{key}.log"
-            kept.write_text(text)
-            said = next((line for line in text.splitlines() if "error" in line), f"exit status {status}")
-            raise OperatorBuildError(f"{compiler[0]} does not compile the operator: {said.strip()} (log: {kept})")
-        made.replace(entries / key)
-    return ready
+    if status:
+        text = (directory / _LOG).read_text(errors="replace")
+        log.write_text(text)
+        said = next((line for line in text.splitlines() if "error" in line), f"exit status {status}")
+        raise OperatorBuildError(f"{compiler[0]} does not compile the operator: {said.strip()} (log: {log})")
 
 
 def _flags() -> list[str]:

@@ -202,7 +202,12 @@ def loaded() -> Native | None:
 def _load() -> Native | BwdtuneError:
     schemas.register_flop_formulas()
     try:
-        return Native(build.library())
+        library = build.library()
+        try:
+            return Native(library)
+        except OSError:  # damaged: the cache's disk was full, say
+            build.discard(library)
+            return Native(build.library())
     except BwdtuneError as error:
         return error
     except (OSError, AttributeError, RuntimeError) as error:

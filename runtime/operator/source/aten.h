@@ -112,6 +112,7 @@ class Override : public c10::OperatorKernel {
     std::optional<Gradients> found;
     if (!pytorch_only() && state().enabled.load(std::memory_order_relaxed)) found = ours(*stack);
     if (!found) {
+      const PytorchOnly pytorch;  // which makes one of these operators of another one
       original_.callBoxed(op, keys, stack);
       return;
     }

@@ -22,6 +22,12 @@ class Standing(enum.Enum):
     UNPROVEN = "what another compiler made of the kernel's text"
 
 
+class Unproven(str):
+    """Why a library cannot be used yet: it has to be verified, and there is no GPU here to do that on."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Identity:
     """What tells the kernel that was verified and timed from others.
@@ -84,7 +90,7 @@ class Identity:
             return known
         found = _gpu_of(variant.arch)
         if found is None:
-            return f"{self._compilers(variant)}: it is verified once, on a GPU, before it is used"
+            return Unproven(f"{self._compilers(variant)}: it is verified once, on a GPU, before it is used")
         assert variant.library, "a standing is of a library"
         return self._objection(variant, verdicts.verify(variant.library, problem, found[1], found[0]))
 

@@ -77,6 +77,7 @@ class Cause:
     SLOWER = "PyTorch was measured to be faster"
     LOADING = "the kernel is being loaded"
     BUILDING = "the kernel is being built"
+    UNPROVEN = "the kernel has to be verified on a GPU"
     UNUSABLE = "the kernel cannot be used"
 
 

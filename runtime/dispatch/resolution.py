@@ -10,6 +10,7 @@ from ...gen.errors import BwdtuneError
 from ...gen.problem import Problem
 from ..kernel import Kernel
 from .builds import Build
+from .identity import Unproven
 from .records import Cause, Choice, Row
 from .rows import Rows
 from .selection import Refusal, candidates
@@ -30,8 +31,8 @@ State = Kernel | str | Progress
 def resolve(problem: Problem, device: Device, known: Rows, state_of: Callable[[Build, Row], State]) -> Choice:
     """The choice for a problem.
 
-    A row whose kernel is on its way is waited for, though that of a later one may be there: what is chosen must not
-    depend on what is built.
+    A row whose kernel is on its way, or has to be verified where there is a GPU, is waited for, though that of a later
+    one may be there: what is chosen must not depend on what is built.
 
     Args:
         problem: What is to be computed.
@@ -48,6 +49,8 @@ def resolve(problem: Problem, device: Device, known: Rows, state_of: Callable[[B
         state = state_of(Build.of(row, problem, device.arch), row)
         if isinstance(state, Progress):
             return Choice(None, f"{row.name} {state.value}", final=False, cause=_CAUSES[state], row=row)
+        if isinstance(state, Unproven):
+            return Choice(None, state, cause=Cause.UNPROVEN, row=row)
         if isinstance(state, Kernel):
             objection = _size_objection(state, problem)
             if objection is None:

@@ -45,7 +45,8 @@ def command(
 ) -> int:
     """Compile the kernels that will be chosen for shapes or a model, and PyTorch's operator for them.
 
-    Training then finds them in the cache, and its first steps have them. With --arch it needs no GPU.
+    Training then finds them in the cache, and its first steps have them. With --arch it needs no GPU; what another nvcc
+    compiles than the one that a kernel was timed with is then verified where it is first used.
     Exit status 1 says that a kernel that would be chosen cannot be had.
     """
     problems = [described(shape) for shape in shapes or ()]
@@ -106,8 +107,12 @@ class Prebuilt:
             table.add_column(heading, overflow="fold")
         for one in self.problems:
             row = one.choice.row
-            kernel = short_form(row.config) if one.choice.kernel and row else "PyTorch"
-            table.add_row(one.problem.label, kernel, one.state if one.choice.kernel else "-", one.choice.reason)
+            table.add_row(
+                one.problem.label,
+                short_form(row.config) if row else "PyTorch",
+                one.state if one.choice.kernel else "compiled" if row else "-",
+                one.choice.reason,
+            )
         return table
 
     def notes(self) -> list[str]:
@@ -161,7 +166,7 @@ def _to_dict(one: Warmed) -> dict[str, Any]:
     kernel, row = one.choice.kernel, one.choice.row
     return {
         **one.problem.to_dict(),
-        "config": row.config.id if kernel and row else None,
+        "config": row.config.id if row else None,
         "library": str(kernel.path) if kernel else None,
         "compile_seconds": one.seconds,
         "cause": one.choice.cause or None,

@@ -323,9 +323,7 @@ class CandidateSearch(ABC):
             return None
         needs = real.source.config.estimate(self.problem)
         emulated_blocks, real_blocks = (
-            self.space_device.blocks_per_sm(
-                **vars(needs.compiled(compiled.registers, compiled.shared_memory_bytes))
-            )
+            self.space_device.blocks_per_sm(**vars(needs.compiled(compiled.registers, compiled.shared_memory_bytes)))
             for compiled in (emulated.resources, real.resources)
         )
         if emulated_blocks >= real_blocks:

@@ -11,11 +11,13 @@ from cxx_shim import CxxShim
 
 from bwdtune.db.records import Environment, GpuKey
 from bwdtune.db.shipped import Shipped, write_shipped
+from bwdtune.gen.build.jobs import Variant
 from bwdtune.gen.device import HOST
 from bwdtune.gen.errors import BwdtuneError
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
+from bwdtune.runtime.dispatch.identity import Identity, Unproven
 from bwdtune.runtime.operator import build
 from bwdtune.tuner.cli import main
 from bwdtune.tuner.commands.model_config import problems_of_model
@@ -100,6 +102,24 @@ def test_a_kernel_that_does_not_compile_is_a_failure(capsys: pytest.CaptureFixtu
     (found,) = json.loads(capsys.readouterr().out)["problems"]
     assert found["cause"] == "the kernel cannot be used"
     assert "was not compiled for host" in found["reason"]
+
+
+def test_a_kernel_that_has_to_be_verified_elsewhere_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiler: CxxShim
+) -> None:
+    """Of another nvcc, on a machine without a GPU: it is compiled, and no second best in its place."""
+
+    def unproven(self: Identity, variant: Variant, problem: Problem) -> str:
+        return Unproven("it is verified once, on a GPU, before it is used")
+
+    monkeypatch.setattr(Identity, "known_objection", lambda self, variant: None)
+    monkeypatch.setattr(Identity, "objection", unproven)
+    near = Problem.parse("2_4_150_64", causal=True)
+    write_shipped([shipped(PROBLEM), shipped(near, config=PRESETS["v1"])])
+    assert main([*ON_HOST, "--shape", "2_4_128_64", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["problems"]
+    assert (found["config"], found["cause"]) == (PRESETS["v2"].id, "the kernel has to be verified on a GPU")
+    assert len(compiler.compiled) == 1
 
 
 def test_an_operator_that_cannot_be_built_is_a_failure(

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from bwdtune.db import shipped
+
+KERNELS_KEPT_S = 7 * 24 * 3600.0
+
+# The tests' tensors are small. Several threads for one spin while they wait, which takes more than the work, and from
+# the other workers. PyTorch reads this when it is imported; child processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure() -> None:
@@ -29,24 +36,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.fixture(scope="session")
-def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all tests of a run, so that each kernel is compiled once.
+def _kernel_cache(config: pytest.Config) -> Path:
+    """The workers' and the next run's too, so that a kernel or the operator is compiled once: it is addressed by content."""
+    assert config.cache
+    return config.cache.mkdir("kernels")
 
-    The operator's library is kept between runs: it is addressed by its content, and takes half a minute.
-    """
-    kernels = tmp_path_factory.mktemp("kernels")
-    kept = Path(tempfile.gettempdir(), f"bwdtune-tests-{os.geteuid()}", "operator")
-    kept.mkdir(parents=True, exist_ok=True)
-    (kernels / "operator").symlink_to(kept)
-    return kernels
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Forgets kernels that were compiled long ago: few of them are still asked for."""
+    if hasattr(session.config, "workerinput"):
+        return
+    for entry in _kernel_cache(session.config).glob("kernels/*"):
+        if time.time() - entry.stat().st_mtime > KERNELS_KEPT_S:
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
 def _own_places(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, _kernel_cache: Path
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    pytestconfig: pytest.Config,
 ) -> None:
-    monkeypatch.setenv("BWDTUNE_CACHE", str(_kernel_cache))
+    monkeypatch.setenv("BWDTUNE_CACHE", str(_kernel_cache(pytestconfig)))
     monkeypatch.setenv("BWDTUNE_DB", str(tmp_path / "bwdtune.sqlite"))
     # What this version ships would answer where a test says that nothing is stored.
     table = tmp_path_factory.mktemp("package") / "shipped.json"

@@ -56,12 +56,12 @@ def start(code: str, *arguments: Any) -> subprocess.Popen[str]:
 
 def finish(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate()
         assert process.returncode == 0, errors
 
 
 @contextlib.contextmanager
-def lock_of_another_process(path: str, kind: str = "IMMEDIATE", at_most_s: float = 60.0) -> Iterator[None]:
+def lock_of_another_process(path: str, kind: str = "IMMEDIATE", at_most_s: float = 600.0) -> Iterator[None]:
     """Another process has a transaction open, until the end of the body or of the time."""
     code = (
         "import select, sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None);"
@@ -283,7 +283,7 @@ for step, config in enumerate(PRESETS.values()):
 os.kill(os.getpid(), 9)
 """
     process = start(code, database)
-    process.communicate(timeout=60)
+    process.communicate()
     assert process.returncode == -9
     store = Store.open(database)
     assert len(store.measurements()) == len(PRESETS)

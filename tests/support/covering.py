@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ def valid_presets(problem: Problem, device: Device) -> dict[str, Config]:
     return {name: config for name, config in PRESETS.items() if refusal(problem, config, device) is None}
 
 
+@functools.cache
 def covering_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     """Few valid configurations in which each value of each parameter that a family's valid ones have occurs."""
     return covering(valid_configs(problem, device), together=1)

@@ -55,9 +55,6 @@ def test_the_sample_has_every_feature_of_every_family() -> None:
 
 @pytest.mark.parametrize("kernel", SAMPLE, ids=lambda kernel: kernel.name)
 def test_a_sample_on_the_host(kernel: feature_matrix.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(
-        [render(sampled.problem, sampled.config(HOST)) for sampled in SAMPLE], HOST.arch
-    )  # all at once, the first time
     monkeypatch.setenv("BWDTUNE_HOST_RACECHECK", "1")
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", "2")
     small = tuple(case for case in kernel.cases if sum(case.positions) <= 400)

@@ -1,5 +1,6 @@
-# Two commands for a fresh machine with python3 and make: `make search` and `make test`.
-# Both set up .venv first, which is done again only where pyproject.toml, constraints.txt or this folder's place has changed.
+# Commands for a fresh machine with python3 and make: `make search`, `make test`, `make check` (the quick part of the tests),
+# `make docs` (the API reference, in build/docs). Each sets up .venv first, which is done again only where pyproject.toml,
+# constraints.txt or this folder's place has changed.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -9,16 +10,27 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: search test setup
+.PHONY: search test check docs setup lint
 .DELETE_ON_ERROR:
 
 search: setup
 	@$(RUN) -m bwdtune.tuner search $(ARGS)
 
-test: setup
+# A worker that has no test left takes some of another's: the last minutes are not one worker's alone.
+PYTEST := $(RUN) -m pytest --numprocesses auto --dist worksteal
+
+test: lint
+	$(PYTEST)
+
+check: lint
+	$(PYTEST) -m 'not slow'
+
+lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest --numprocesses auto --dist loadfile
+
+docs: setup
+	$(RUN) -m pdoc --docformat google --output-directory build/docs bwdtune
 
 # Which nvcc there is may change at any time, so it is asked for each time.
 setup: $(VENV)/installed

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _kernel_cache(config: pytest.Config) -> Path:
-    """The workers' and the next run's too, so that a kernel or the operator is compiled once: it is addressed by content."""
+    """One for all workers, and for the next run: what is compiled is addressed by content."""
     assert config.cache
     return config.cache.mkdir("kernels")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import zipfile
@@ -25,23 +23,16 @@ def _built(folder: str) -> set[str]:
     return {"build"} if Path(folder) == ROOT else set()
 
 
-LONGEST_IMPORT_MS = 50
-
-
 def _python(code: str) -> str:
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout.strip()
 
 
-def test_import_loads_nothing_heavy() -> None:
-    heavy = json.loads(_python("import bwdtune, sys, json; print(json.dumps(sorted(sys.modules)))"))
-    assert not {"optuna", "sqlalchemy", "alembic", "torch", "jinja2", "rich", "typer"} & set(heavy)
-
-
-def test_import_is_quick() -> None:
-    code = "import time; s = time.perf_counter(); import bwdtune; print((time.perf_counter() - s) * 1000)"
-    assert statistics.median(float(_python(code)) for _ in range(5)) < LONGEST_IMPORT_MS
+def test_import_loads_no_other_module() -> None:
+    """So that it takes no time: what the standard library's own start has not loaded is counted, not timed."""
+    code = "import sys, typing; before = set(sys.modules); import bwdtune; print(*sorted(set(sys.modules) - before))"
+    assert _python(code) == "bwdtune"
 
 
 def test_the_public_api_needs_no_optuna_and_no_sqlalchemy() -> None:

@@ -79,6 +79,7 @@ def lock_of_another_process(path: str, kind: str = "IMMEDIATE", at_most_s: float
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_processes_that_make_and_fill_a_database_at_once(database: Path) -> None:
     """The winner is known by its newest time, everything else is stored too, and Optuna's tables are made once.
 
@@ -112,6 +113,7 @@ for step in range(8):
         assert connection.execute("SELECT count(*) FROM configurations").fetchone() == (12,)
 
 
+@pytest.mark.slow
 def test_processes_that_propose_at_once_agree_on_the_best(database: Path) -> None:
     code = """
 number = int(sys.argv[2])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import time
 
@@ -8,13 +9,14 @@ import pytest
 
 from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.errors import UsageError
-from bwdtune.gen.families import FAMILIES, PRESETS, WgmmaConfig
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, WgmmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.space import all_configs, refusal, refusals, representatives, space_hash, valid_configs
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [RTX_5090, H200], ids=lambda device: device.arch)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_value_of_every_parameter_is_in_some_valid_configuration(device: Device, head_dim: int) -> None:
@@ -41,20 +43,31 @@ NOT_EVERYWHERE = {
 }
 
 
+@functools.cache
+def every_config() -> tuple[Config, ...]:
+    return tuple(all_configs())
+
+
+@functools.cache
+def valid_set(problem: Problem, device: Device) -> frozenset[Config]:
+    return frozenset(valid_configs(problem, device))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_points_of_the_space(preset: str) -> None:
     problem = dataclasses.replace(SEED, head_dim=64) if preset == "w128" else SEED
-    assert PRESETS[preset] in valid_configs(problem, H200)
-    assert (PRESETS[preset] in valid_configs(problem, RTX_5090)) == (preset != "t128" and preset[0] != "w")
+    assert PRESETS[preset] in valid_set(problem, H200)
+    assert (PRESETS[preset] in valid_set(problem, RTX_5090)) == (preset != "t128" and preset[0] != "w")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem", [dataclasses.replace(SEED, head_dim=64, causal=False), dataclasses.replace(SEED, softcap=True)], ids=str
 )
 @pytest.mark.parametrize("device", [RTX_5090, H200], ids=lambda device: device.name)
 def test_a_configuration_is_either_valid_or_refused_with_a_reason(problem: Problem, device: Device) -> None:
     valid, refused = valid_configs(problem, device), refusals(problem, device)
-    every = list(all_configs())
+    every = every_config()
     assert len(set(valid)) == len(valid)
     assert len(valid) + refused.total() == len(every)
     assert all(reason and "\n" not in reason for reason in refused)
@@ -74,7 +87,7 @@ def test_a_space_is_judged_in_seconds() -> None:
 
 
 def test_the_smaller_card_takes_a_part_of_the_larger_ones_space() -> None:
-    on_5090, on_h200 = set(valid_configs(SEED, RTX_5090)), set(valid_configs(SEED, H200))
+    on_5090, on_h200 = valid_set(SEED, RTX_5090), valid_set(SEED, H200)
     assert on_5090 < on_h200
     limit = RTX_5090.shared_memory_per_block_bytes
     assert all(config.estimate(SEED).shared_memory_bytes <= limit for config in on_5090)
@@ -224,6 +237,7 @@ def test_a_head_dim_that_no_kernel_takes_is_named(head_dim: int) -> None:
 REPRESENTATIVES = tuple(representatives())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [RTX_5090, H200], ids=lambda device: device.arch)
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_every_head_dim_has_a_space(device: Device, head_dim: int) -> None:

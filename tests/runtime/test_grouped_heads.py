@@ -98,6 +98,7 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor)
     return ds @ expanded(k, group), dk, dv
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @settings(
     max_examples=12,

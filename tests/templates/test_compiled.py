@@ -15,6 +15,8 @@ from bwdtune.gen.render import render
 from bwdtune.gen.space import refusal
 from bwdtune.runtime.kernel import Kernel
 
+pytestmark = pytest.mark.slow
+
 DEVICES = (RTX_5090, H200)
 SEED = Problem.parse("8_16_4096_128", causal=True)
 

@@ -24,6 +24,8 @@ from bwdtune.tuner.lab.timing import SEARCH_POLICY
 from bwdtune.tuner.search.candidates import EMULATED_SPILL_BOUND_BYTES
 from bwdtune.tuner.search.tensor_activity import tensor_activity
 
+pytestmark = pytest.mark.slow
+
 SEED = Problem.parse("8_16_4096_128", causal=True)
 SMALL = Problem.parse("1_2_256_64", causal=True)
 

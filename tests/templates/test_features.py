@@ -23,6 +23,8 @@ from bwdtune.runtime.verification.cases import Case
 from bwdtune.runtime.verification.inputs import make_inputs
 from bwdtune.runtime.verification.verifier import Verifier
 
+pytestmark = pytest.mark.slow
+
 MATRIX, SAMPLE = feature_matrix.matrix(), feature_matrix.sample()
 
 

@@ -26,6 +26,8 @@ from bwdtune.runtime.verification.cases import Case
 from bwdtune.runtime.verification.inputs import make_inputs
 from bwdtune.runtime.verification.verifier import Verifier
 
+pytestmark = pytest.mark.slow
+
 VERIFIER = Verifier("cpu")
 KINDS = list(itertools.product(("bf16", "fp16"), (64, 128), (True, False)))
 

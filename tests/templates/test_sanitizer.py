@@ -185,6 +185,7 @@ def test_a_race_is_reported(controls: Path, name: str) -> None:
     assert "Race reported" in (fault("racecheck", controls, name) or "")
 
 
+@pytest.mark.slow
 def test_what_runs_on_a_gpu_only_can_be_built(tmp_path: Path) -> None:
     try:
         find_nvcc().check_arch(H200.arch)

@@ -430,9 +430,7 @@ class TestTheCache:
                     build_one(source("another"), ARCH, cache=cache)
 
     @pytest.mark.parametrize("closed", ["work", "kernels", "locks"])
-    def test_a_cache_that_another_user_made_says_the_way_out(
-        self, nvcc: NvccShim, tmp_path: Path, closed: str
-    ) -> None:
+    def test_a_cache_that_another_user_made_says_the_way_out(self, nvcc: NvccShim, tmp_path: Path, closed: str) -> None:
         build_one(source(SUCCEED), ARCH, cache=tmp_path / "other")  # loads what nobody may not be able to read
         with tempfile.TemporaryDirectory() as parent, _readable_by_all(nvcc.home):
             cache = Path(parent)

@@ -5,21 +5,26 @@ Run as a script it searches slowly, for tests that interrupt it: ``search_fakes.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 from bwdtune.db.records import Environment, GpuKey, VerificationRecord
 from bwdtune.db.store import Store
 from bwdtune.gen.build.jobs import CompiledResources, Variant
-from bwdtune.gen.device import H200
+from bwdtune.gen.device import H200, Device
+from bwdtune.gen.errors import UsageError
 from bwdtune.gen.families import PRESETS, Config, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
+from bwdtune.gen.space import head_dim_refusal, refusal, representatives
 from bwdtune.tuner.lab.protocol import CandidateError
 from bwdtune.tuner.lab.timing import Cycles, Policy, Timing, Timings
 from bwdtune.tuner.search.options import SearchOptions
@@ -40,6 +45,34 @@ TINY = replace(
     shared_memory_per_sm_bytes=17_424,
     registers_per_sm=6000,
 )
+
+
+_STEPS = {"mma": 5, "mmat": 40, "wgmma": 1}
+
+
+@functools.cache
+def _points() -> tuple[Config, ...]:
+    """Some points of each family, all presets among them."""
+    met: Counter[str] = Counter()
+    points = dict.fromkeys(PRESETS.values())
+    for config in representatives():
+        if met[config.family] % _STEPS[config.family] == 0:
+            points[config] = None
+        met[config.family] += 1
+    return tuple(points)
+
+
+@functools.lru_cache(maxsize=32)
+def space(problem: Problem, device: Device) -> tuple[Config, ...]:
+    """The valid ones of some hundred configurations: a search over a hundred thousand takes seconds to begin."""
+    if reason := head_dim_refusal(problem.head_dim):
+        raise UsageError(reason)
+    points = representatives() if device == TINY else _points()
+    return tuple(config for config in points if refusal(problem, config, device) is None)
+
+
+def _refusals(problem: Problem, device: Device) -> Counter[str]:
+    return Counter(filter(None, (refusal(problem, config, device) for config in _points())))
 
 
 def parameter(config: Config, name: str) -> int | None:
@@ -200,7 +233,11 @@ def run_search(
     What is not measured is verified on the CPU where a bench is given, else nowhere.
     """
     environment = replace(environment, gpu=GpuKey(device.name, "9.0")) if environment else None
-    with closing(Store.open(database)) as store:
+    with (
+        closing(Store.open(database)) as store,
+        mock.patch("bwdtune.tuner.search.candidates.valid_configs", space),
+        mock.patch("bwdtune.tuner.search.candidates.refusals", _refusals),
+    ):
         return search(
             problem,
             device,

@@ -31,6 +31,7 @@ from search_fakes import (
     cost_ms,
     parameter,
     run_search,
+    space,
 )
 
 from bwdtune.db import shipped
@@ -44,7 +45,7 @@ from bwdtune.gen.errors import UsageError
 from bwdtune.gen.families import PRESETS, Config, parse_config, short_form
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
-from bwdtune.gen.space import refusal, valid_configs
+from bwdtune.gen.space import refusal
 from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.lab.peers import PEERS
 from bwdtune.tuner.lab.protocol import WorkerError
@@ -123,7 +124,7 @@ def test_what_won_another_size_is_tried_next(database: Path, sampler: str) -> No
 
 def test_what_is_shipped_for_such_a_card_is_tried_next(database: Path) -> None:
     """The nearest first, and only a few of them."""
-    configs = [config for config in valid_configs(PROBLEM, H200) if config not in PRESETS.values()][: HEAD_STARTS + 2]
+    configs = [config for config in space(PROBLEM, H200) if config not in PRESETS.values()][: HEAD_STARTS + 2]
     sizes = [4096 // 2**n for n in range(len(configs))]
     rows = [shipped_for(replace(PROBLEM, seqlen_q=s, seqlen_kv=s), c) for s, c in zip(sizes, configs, strict=True)]
     shipped.write_shipped(rows[::-1])
@@ -191,7 +192,7 @@ def test_searching_again_goes_on(database: Path) -> None:
 
 
 def test_the_space_is_exhausted_and_no_more(database: Path) -> None:
-    valid = valid_configs(TINY_PROBLEM, TINY)
+    valid = space(TINY_PROBLEM, TINY)
     assert 1 < len(valid) < 60, "the test needs a small space"
     bench = FakeBench()
     result = run_search(database, problem=TINY_PROBLEM, device=TINY, bench=bench, trials=1000)
@@ -275,7 +276,7 @@ def test_a_wrong_but_fast_candidate_never_wins(database: Path) -> None:
 
 
 def test_a_candidate_that_is_wrong_at_full_size_never_wins(database: Path) -> None:
-    best = min(valid_configs(PROBLEM, H200), key=cost_ms)
+    best = min(space(PROBLEM, H200), key=cost_ms)
     bench = FakeBench(wrong_at_size=lambda config: cost_ms(config) < cost_ms(V2))
     result = run_search(database, trials=60, bench=bench)
     winner = stored_winner(database)
@@ -377,7 +378,7 @@ def test_the_incumbent_is_timed_beside_each_candidate(database: Path) -> None:
 
 
 def by_id(name: str) -> Config:
-    return next(config for config in valid_configs(PROBLEM, H200) if config.id == name)
+    return next(config for config in space(PROBLEM, H200) if config.id == name)
 
 
 def test_a_card_that_slows_down_is_told(database: Path) -> None:
@@ -778,7 +779,7 @@ def test_a_survey_proposes_by_predicted_times(database: Path) -> None:
     found = [row.config for row in result.rows if row.kernel == "candidate"]
     presets = set(valid_presets(PROBLEM, RTX_5090).values())
     expected = [
-        config for config in ranked(PROBLEM, valid_configs(PROBLEM, RTX_5090), RTX_5090) if config not in presets
+        config for config in ranked(PROBLEM, space(PROBLEM, RTX_5090), RTX_5090) if config not in presets
     ]
     assert set(found) == set(expected[: len(found)])
     drawn = run_search(database, device=RTX_5090, measured=False, trials=20, sampler="random")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, Any
 
 import typer
 
+from .. import __version__
 from ..gen.errors import BwdtuneError
 from .commands import bench, export, inspect, list, prebuild, profile, roofline, search, ship, show, verify
-from .commands.output import complain
+from .commands.output import complain, print_error
 
 # typer has used click, and holds a copy of it since: its public exceptions lead to the base class of either.
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -20,39 +25,76 @@ _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.
 app = typer.Typer(
     name="tuner",
     help="Generates, checks, times and keeps CUDA attention-backward kernels.",
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _module in (search, list, show, bench, verify, inspect, profile, roofline, export, prebuild, ship):
     app.command(_module.__name__.rpartition(".")[2])(_module.command)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"bwdtune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 0, 1 for a failure, 2 for wrong use, 130 for an interrupt."""
+    """Runs the command line; returns the exit status: 0, 1 for a failure, 2 for wrong use, 130 for an interrupt.
+
+    An error is one line on standard error. Where JSON was asked for, standard output has it too, as an object with the
+    keys ``error`` and ``exit_status``, unless the command has printed its own result by then.
+    """
     warnings.showwarning = _show_warning
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # the caller has closed it
             setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
     try:
-        given = [*(sys.argv[1:] if arguments is None else arguments)]
-        status = app(args=given or ["--help"], standalone_mode=False)
+        with _terminated_like_interrupted():
+            status = app(args=given or ["--help"], standalone_mode=False)
     except BwdtuneError as error:
-        return _failed(str(error), error.exit_status)
+        message, status = str(error), error.exit_status
     except _ClickException as error:
-        return _failed(error.format_message(), 2)
+        message, status = error.format_message(), 2
     except (KeyboardInterrupt, typer.Abort):
-        return _failed("interrupted", search.INTERRUPTED)
+        message, status = "interrupted", search.INTERRUPTED
     except BrokenPipeError:  # `tuner list | head`: whoever read has enough
         sys.stdout = None
         return 1
     except OSError as error:
-        return _failed(str(error), 1)
-    return status if isinstance(status, int) else 0
-
-
-def _failed(message: str, status: int) -> int:
+        message, status = str(error), 1
+    else:
+        return status if isinstance(status, int) else 0
     complain(message)
+    if "--json" in given:
+        print_error(message, status)
     return status
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Has SIGTERM end the command as Ctrl-C does: with a line, and whatever it has to put away."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show_warning(message: Warning | str, *unused: Any, **also_unused: Any) -> None:

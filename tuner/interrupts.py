@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ANNOUNCEMENT = b"\nstopping, and keeping what was found; Ctrl-C again ends it at once\n"
+_STANDARD_ERROR = 2
 
 
 class Interrupts:
     """Holds SIGINT, SIGTERM and SIGHUP back until the code waits in `striking`, where they raise KeyboardInterrupt.
 
-    A second SIGINT or SIGTERM strikes anywhere: whoever asks twice does not want to wait. SIGHUP stays ignored where it
-    is, as under nohup. Outside the main thread, where Python delivers no signals, nothing is installed and nothing
-    strikes.
+    The first SIGINT or SIGTERM is answered on standard error at once. A second one strikes anywhere: whoever asks twice
+    does not want to wait. SIGHUP stays ignored where it is, as under nohup. Outside the main thread, where Python
+    delivers no signals, nothing is installed and nothing strikes.
     """
 
     def __init__(self) -> None:
@@ -53,6 +56,9 @@ class Interrupts:
             self._waiting = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested and number != signal.SIGHUP:
+            with suppress(OSError):  # not through Python's buffers, in the middle of whose work this may come
+                os.write(_STANDARD_ERROR, _ANNOUNCEMENT)
         # A terminal that closes may tell both itself and through its shell: that is no impatience.
         if self._waiting or (self.requested and number != signal.SIGHUP):
             self.requested = True

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _BORDER_WIDTH = 1
 _PADDING_WIDTH = 2
+_READABLE_WIDTH = 40  # of a text in several lines
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class Column:
     Attributes:
         heading: Its heading, which may take several lines.
         numeric: Whether its cells are aligned to the right.
+        folds: Whether its cells may take several lines, broken between words.
         optional: Columns with larger numbers are the first to be left out of a table that is too wide; with 0 it always
-            stays, and its cells are folded before anything of them is lost.
+            stays, and its cells take several lines before anything of them is lost.
     """
 
     heading: str
     numeric: bool = False
+    folds: bool = False
     optional: int = 0
 
 
@@ -55,11 +58,6 @@ class TextTable:
         self._rows.append((*cells, *[""] * (len(self.columns) - len(cells))))
         self._bold.append(bold)
 
-    def add_section(self, rows: Iterable[Sequence[str]]) -> None:
-        """Adds several rows."""
-        for row in rows:
-            self.add_row(*row)
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.table import Table
         from rich.text import Text
@@ -75,19 +73,19 @@ class TextTable:
             caption="\n".join(notes) or None,
             caption_justify="left",
         )
-        for index in shown:
+        for index, width in zip(shown, self._widths(shown, options.max_width), strict=True):
             column = self.columns[index]
-            table.add_column(column.heading, justify="right" if column.numeric else "left", overflow="fold")
-        if self._width(shown) <= options.max_width:  # else all are folded alike
-            for index, made in zip(shown, table.columns, strict=True):
-                made.min_width = self._column_width(index)
+            table.add_column(
+                column.heading, justify="right" if column.numeric else "left", overflow="fold", width=width
+            )
         for row, bold in zip(self._rows, self._bold, strict=True):
             table.add_row(*(Text(row[index]) for index in shown), style="bold" if bold else None)
         yield table
 
     def _fitting(self, width: int) -> list[int]:
+        """The columns that are shown, by index."""
         shown = list(range(len(self.columns)))
-        while self._width(shown) > width:
+        while _with_borders(self._least_width(index) for index in shown) > width:
             # The rightmost of those that are missed least.
             least = max(shown, key=lambda index: (self.columns[index].optional, index))
             if not self.columns[least].optional:
@@ -95,11 +93,31 @@ class TextTable:
             shown.remove(least)
         return shown
 
-    def _width(self, shown: Sequence[int]) -> int:
-        return _BORDER_WIDTH + sum(self._column_width(index) + _PADDING_WIDTH + _BORDER_WIDTH for index in shown)
+    def _widths(self, shown: Sequence[int], width: int) -> list[int | None]:
+        """The columns' widths: what is left of a table's goes to texts that fold, and then to headings."""
+        widths = {index: self._least_width(index) for index in shown}
+        left = width - _with_borders(widths.values())
+        if left < 0:
+            return [None] * len(shown)  # rich folds all of them
+        for index in sorted(shown, key=lambda index: not self.columns[index].folds):
+            more = min(left, self._full_width(index) - widths[index])
+            widths[index] += more
+            left -= more
+        return [widths[index] for index in shown]
 
-    def _column_width(self, index: int) -> int:
+    def _least_width(self, index: int) -> int:
         from rich.cells import cell_len
 
-        words = self.columns[index].heading.split()
-        return max(map(cell_len, [*words, *(row[index] for row in self._rows)]), default=0)
+        column, cells = self.columns[index], [row[index] for row in self._rows]
+        words = [word for text in cells for word in text.split()] if column.folds else cells
+        least = max(map(cell_len, [*column.heading.split(), *words]), default=0)
+        return max(least, min(self._full_width(index), _READABLE_WIDTH)) if column.folds else least
+
+    def _full_width(self, index: int) -> int:
+        from rich.cells import cell_len
+
+        return max(map(cell_len, [self.columns[index].heading, *(row[index] for row in self._rows)]))
+
+
+def _with_borders(widths: Iterable[int]) -> int:
+    return _BORDER_WIDTH + sum(width + _PADDING_WIDTH + _BORDER_WIDTH for width in widths)

@@ -28,15 +28,14 @@ from ..lab.peers import PEERS
 from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import BENCH_POLICY
 from ..search.options import refuse_unknown_cards
-from ..search.rows import CYCLE_HEADINGS, Row
+from ..search.rows import CYCLE_HEADINGS, Row, cell
+from ..text_table import Column, TextTable, numeric
 from .cards import gpu_here, laboratory
 from .kernels import BEST
 from .options import CacheOption, DatabaseOption, EmulateOption, JsonOption, LimitsOption, for_problem
 from .output import print_result
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ...db.store import Store
 
 DIRECTION = "backward"
@@ -138,35 +137,29 @@ class BenchReport:
             "notices": list(self.notices),
         }
 
-    def table(self) -> Table:
-        """The write-up's table; a kernel that did not run has its reason for a time."""
-        from rich.table import Table
-
+    def table(self) -> TextTable:
+        """The write-up's table; a kernel that did not run has its reason for a configuration."""
         title = f"backward, {self.problem.label} on {self.environment.gpu.name}"
         if self.emulate:
             title += f", emulated: at the pace of {self.emulate}"
         elif self.limits:
             title += f", within the limits of {self.limits}"
-        table = Table(
-            title=title, caption="\n".join(self.notices) or None, title_justify="left", caption_justify="left"
-        )
-        table.add_column("Kernel")
-        counted = any(row.cycles for row in self.rows)
-        headings = () if self.emulate else ("Latency", "10 % to 90 %", "Effective TFLOPS", "% of theoretical peak")
-        for heading in (*headings, *(CYCLE_HEADINGS if counted else ()), "max error"):
-            table.add_column(heading, justify="right")
-        table.add_column("configuration", overflow="fold")
+        counted = any(row.counted for row in self.rows)
+        figures: list[Column] = []
+        if not self.emulate:
+            figures += numeric("Latency")
+            figures += numeric("10 % to 90 %", "Effective TFLOPS", "% of theoretical peak", optional=1)
+        if counted:
+            cycles, *others = CYCLE_HEADINGS
+            figures += [*numeric(cycles), *numeric(*others, optional=2)]
+        columns = [Column("Kernel"), *figures, *numeric("max error", optional=2), Column("configuration", folds=True)]
+        table = TextTable(title, columns, caption="\n".join(self.notices))
         for row in self.rows:
-            name = (
-                f"{row.kernel} (emulated)"
-                if row.emulate
-                else PEERS[row.kernel].title
-                if row.kernel in PEERS
-                else row.kernel
-            )
+            title = PEERS[row.kernel].title if row.kernel in PEERS else row.kernel
+            name = f"{row.kernel} (emulated)" if row.emulate else title
             config = short_form(row.config) if row.config else ""
             if row.note:
-                empty = [""] * (len(table.columns) - 3)
+                empty = [""] * len(figures)
                 table.add_row(name, "n/a", *empty, f"{config}: {row.note}" if config else row.note)
                 continue
             cells = []
@@ -174,8 +167,8 @@ class BenchReport:
                 cells = [
                     f"{row.timing.median_ms:.4f} ms",
                     f"{row.timing.low_ms:.4f} to {row.timing.high_ms:.4f}",
-                    f"{row.tflops(self.problem):.2f}",
-                    f"{row.percent_of_peak(self.problem, self.device):.2f}%",
+                    cell(row.tflops(self.problem), "{:.2f}"),
+                    cell(row.percent_of_peak(self.problem, self.device), "{:.2f}%"),
                 ]
             cells += row.cycle_cells() if counted else []
             table.add_row(name, *cells, "" if row.max_error is None else f"{row.max_error:.5f}", config)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from ...db.errors import NoDatabase
 from ...db.shipped import read_shipped
+from ..text_table import TextTable
 from .options import DatabaseOption, JsonOption
 from .output import print_result
 from .tables import best_to_dict, bests_table, shipped_table, shipped_to_dict, winner_to_dict, winners_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def command(database: DatabaseOption = None, as_json: JsonOption = False) -> None:
@@ -27,7 +24,7 @@ def command(database: DatabaseOption = None, as_json: JsonOption = False) -> Non
     except NoDatabase:
         if database or not shipped:
             raise
-    shown: list[Table | str] = (
+    shown: list[TextTable | str] = (
         [winners_table(winners)] if winners else ["no winner is stored yet: `tuner search` finds one"]
     )
     shown += [bests_table(bests)] if bests else []

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console, ConsoleRenderable
 
 _PLAIN_WIDTH = 240  # of tables that go to a file or a pipe, where nothing should be cut
 
 
-def print_result(data: Any, parts: Sequence[Table | str], as_json: bool) -> None:
+def print_result(data: Any, parts: Sequence[ConsoleRenderable | str], as_json: bool) -> None:
     """Prints JSON, or tables and lines for people.
 
     Args:
@@ -46,6 +45,11 @@ def console(stderr: bool = False) -> Console:
 def complain(message: str) -> None:
     """One line on standard error."""
     print(f"tuner: {' '.join(message.split())}", file=sys.stderr)
+
+
+def print_error(message: str, exit_status: int) -> None:
+    """Why there is no result, for programs that asked for JSON."""
+    print(json.dumps({"error": " ".join(message.split()), "exit_status": exit_status}, indent=2))
 
 
 def _without_infinities(data: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from dataclasses import replace
 from typing import Annotated
@@ -33,7 +34,14 @@ INTERRUPTED = 130
 def command(
     problem: Problem,
     trials: Annotated[int, typer.Option("--trials", help="How many candidates to decide.")] = DEFAULT_TRIALS,
-    time: Annotated[float | None, typer.Option("--time", help="Begin no candidate after so many seconds.")] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            "--time",
+            metavar="DURATION",
+            help="Begin no candidate after this long: 90s, 5m, 1h, or a number of seconds.",
+        ),
+    ] = None,
     sampler: Annotated[str, typer.Option("--sampler", help=f"{', '.join(SAMPLERS)}.")] = SearchOptions.sampler,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the sampler's choices repeatable.")] = None,
     limits: LimitsOption = None,
@@ -49,7 +57,9 @@ def command(
     and listed by predicted time.
     With --emulate the best candidate is stored as the best emulated one; it never becomes a winner.
     """
-    options = SearchOptions(sampler=sampler, seed=seed, trials=trials, time_s=time, limits=limits, emulate=emulate)
+    options = SearchOptions(
+        sampler=sampler, seed=seed, trials=trials, time_s=_seconds(time), limits=limits, emulate=emulate
+    )
     from ...db.store import Store
     from ...gen.build.jobs import build
     from ...gen.build.toolchain import find_compiler
@@ -97,3 +107,12 @@ def command(
         return INTERRUPTED
     found = result.winner if result.environment else result.rows  # of a survey, what is worth being measured
     return 0 if found else 1
+
+
+def _seconds(duration: str | None) -> float | None:
+    if duration is None:
+        return None
+    parts = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([smh]?)", duration.strip(), re.ASCII)
+    if not parts or not float(parts[1]):
+        raise UsageError(f"time is {duration}: write a positive duration, such as 90s, 5m or 1h")
+    return float(parts[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[parts[2]]

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...db.records import EMULATED, EmulatedBest, Environment, ProblemHistory, StoredMeasurement, Winner
 from ...db.shipped import Shipped
 from ...db.shipped import shipped_to_dict as _shipped_row
 from ...gen.families import short_form
 from ...gen.problem import Problem
+from ..text_table import Column, TextTable, numeric
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
-_PROBLEM_HEADINGS = ("shape", "dtype", "mask")
+_PROBLEM_COLUMNS = (Column("shape"), Column("dtype", optional=1), Column("mask"))
 
 
 def winner_to_dict(winner: Winner) -> dict[str, Any]:
@@ -44,16 +41,20 @@ def winner_to_dict(winner: Winner) -> dict[str, Any]:
     }
 
 
-def winners_table(winners: Sequence[Winner]) -> Table:
+def winners_table(winners: Sequence[Winner]) -> TextTable:
     """One row a winner."""
-    from rich.table import Table
-
-    table = Table(title="winners")
-    for heading in (*_PROBLEM_HEADINGS, "GPU", "limits", "configuration"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("ms", "TFLOPS", "max error"):
-        table.add_column(heading, justify="right")
-    table.add_column("found")
+    table = TextTable(
+        "winners",
+        [
+            *_PROBLEM_COLUMNS,
+            Column("GPU", optional=2),
+            Column("limits", optional=3),
+            Column("configuration", folds=True),
+            Column("ms", numeric=True),
+            *numeric("TFLOPS", "max error", optional=3),
+            Column("found", optional=3),
+        ],
+    )
     for winner in winners:
         table.add_row(
             *_problem_cells(winner.problem),
@@ -89,16 +90,20 @@ def best_to_dict(best: EmulatedBest) -> dict[str, Any]:
     }
 
 
-def bests_table(bests: Sequence[EmulatedBest]) -> Table:
+def bests_table(bests: Sequence[EmulatedBest]) -> TextTable:
     """One row a best emulated configuration."""
-    from rich.table import Table
-
-    table = Table(title="best emulated configurations: not measured on these cards, and used by nothing")
-    for heading in (*_PROBLEM_HEADINGS, "emulated", "on", "configuration"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("Mcycles", "max error"):
-        table.add_column(heading, justify="right")
-    table.add_column("found")
+    table = TextTable(
+        "best emulated configurations: not measured on these cards, and used by nothing",
+        [
+            *_PROBLEM_COLUMNS,
+            Column("emulated", optional=1),
+            Column("on", optional=2),
+            Column("configuration", folds=True),
+            Column("Mcycles", numeric=True),
+            Column("max error", numeric=True, optional=3),
+            Column("found", optional=3),
+        ],
+    )
     for best in bests:
         table.add_row(
             *_problem_cells(best.problem),
@@ -123,16 +128,21 @@ def shipped_to_dict(shipped: Shipped) -> dict[str, Any]:
     }
 
 
-def shipped_table(rows: Sequence[Shipped]) -> Table:
+def shipped_table(rows: Sequence[Shipped]) -> TextTable:
     """One row a shipped configuration."""
-    from rich.table import Table
-
-    table = Table(title="shipped: used where nothing is stored")
-    for heading in (*_PROBLEM_HEADINGS, "for", "configuration", "where it comes from"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("ms", "Mcycles", "max error"):
-        table.add_column(heading, justify="right")
-    table.add_column("found")
+    table = TextTable(
+        "shipped: used where nothing is stored",
+        [
+            *_PROBLEM_COLUMNS,
+            Column("for", optional=2),
+            Column("configuration", folds=True),
+            Column("where it comes from", folds=True, optional=3),
+            Column("ms", numeric=True),
+            Column("Mcycles", numeric=True, optional=1),
+            Column("max error", numeric=True, optional=3),
+            Column("found", optional=3),
+        ],
+    )
     for row in rows:
         table.add_row(
             *_problem_cells(row.problem),
@@ -160,7 +170,7 @@ def history_to_dict(history: ProblemHistory) -> dict[str, Any]:
     }
 
 
-def history_tables(history: ProblemHistory) -> list[Table]:
+def history_tables(history: ProblemHistory) -> list[TextTable]:
     """Winners, measurements and failures of a problem; what there is none of has no table."""
     tables = [winners_table(history.winners)] if history.winners else []
     if history.measurements:
@@ -170,16 +180,21 @@ def history_tables(history: ProblemHistory) -> list[Table]:
     return tables
 
 
-def _measurements_table(measurements: Sequence[StoredMeasurement]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="measurements, fastest first")
-    table.add_column("configuration", overflow="fold")
-    table.add_column("GPU")
-    table.add_column("limits")
-    for heading in ("ms", "low to high", "Mcycles", "samples", "max error", "registers", "spills, bytes"):
-        table.add_column(heading, justify="right")
-    table.add_column("policy")
+def _measurements_table(measurements: Sequence[StoredMeasurement]) -> TextTable:
+    table = TextTable(
+        "measurements, fastest first",
+        [
+            Column("configuration", folds=True),
+            Column("GPU", optional=2),
+            Column("limits", optional=2),
+            Column("ms", numeric=True),
+            Column("low to high", numeric=True, optional=1),
+            Column("Mcycles", numeric=True, optional=1),
+            Column("samples", numeric=True, optional=3),
+            *numeric("max error", "registers", "spills, bytes", optional=2),
+            Column("policy", optional=4),
+        ],
+    )
     for measurement in measurements:
         record, variant, verification = measurement.record, measurement.variant, measurement.verification
         emulated = record.kind == EMULATED
@@ -199,12 +214,11 @@ def _measurements_table(measurements: Sequence[StoredMeasurement]) -> Table:
     return table
 
 
-def _failures_table(history: ProblemHistory) -> Table:
-    from rich.table import Table
-
-    table = Table(title="failures")
-    for heading in ("configuration", "arch", "gate", "reason"):
-        table.add_column(heading, overflow="fold")
+def _failures_table(history: ProblemHistory) -> TextTable:
+    table = TextTable(
+        "failures",
+        [Column("configuration", folds=True), Column("arch", optional=1), Column("gate"), Column("reason", folds=True)],
+    )
     for variant, gate, reason in _failures(history):
         table.add_row(short_form(variant.config), variant.arch, gate, reason)
     return table
@@ -240,7 +254,7 @@ def _measurement_to_dict(measurement: StoredMeasurement) -> dict[str, Any]:
 
 
 def _problem_cells(problem: Problem) -> tuple[str, str, str]:
-    """Under `_PROBLEM_HEADINGS`."""
+    """Of `_PROBLEM_COLUMNS`."""
     return problem.shape, problem.dtype, problem.features_label
 
 

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from ...db.records import Environment
@@ -202,6 +202,14 @@ class CandidateSearch(ABC):
         """What runs on the card for a configuration; slowed where another card is emulated."""
         return render(self.problem, config, emulate=self.options.emulate, card=self.device)
 
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Around work of seconds that leaves nothing behind: an interrupt may strike in it.
+
+        Raises:
+            KeyboardInterrupt: One came, now or before.
+        """
+        return self._interrupts.striking()
+
     @contextmanager
     def wait(self, phase: str) -> Iterator[None]:
         """Around a wait: its time is counted to the phase, and an interrupt may strike.
@@ -248,7 +256,7 @@ class CandidateSearch(ABC):
         self,
         status: str,
         rows: Sequence[Row],
-        proposals: Proposals,
+        proposals: Proposals | None,
         winner: Row | None = None,
         environment: Environment | None = None,
     ) -> SearchResult:
@@ -261,7 +269,7 @@ class CandidateSearch(ABC):
             seed=self.seed,
             environment=environment,
             status=status,
-            exhausted=proposals.remaining == 0 and self.counts.decided == self._total,
+            exhausted=proposals is not None and proposals.remaining == 0 and self.counts.decided == self._total,
             winner=winner,
             rows=tuple(rows),
             counts=self.counts,

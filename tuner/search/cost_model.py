@@ -77,9 +77,10 @@ def ranked(problem: Problem, configs: Sequence[Config], device: Device, *, emula
     met: Counter[int] = Counter()
     costs = {}
     for config in configs:
-        cycles = predict(problem, config, device, emulate=emulate).cycles
-        kind = round(math.log(cycles) / _ALIKE)
-        costs[config] = cycles * (1 + _REPEATED * met[kind])
+        prediction = predict(problem, config, device, emulate=emulate)
+        cost = prediction.cycles if emulate else prediction.ms
+        kind = round(math.log(cost) / _ALIKE)
+        costs[config] = cost * (1 + _REPEATED * met[kind])
         met[kind] += 1
     return sorted(configs, key=costs.__getitem__)
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...db.records import Environment
 from ...gen.device import Device
 from ...gen.families import Config, short_form
 from ...gen.problem import Problem
+from ..text_table import Column, TextTable, numeric
 from .rows import CYCLE_HEADINGS, Row, cell
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _SHOWN_FAILURES = 10
 
@@ -122,38 +120,35 @@ class SearchResult:
             "notes": list(self.notes),
         }
 
-    def table(self) -> Table:
+    def table(self) -> TextTable:
         """The final race, or the survivors of all gates and what is predicted of them."""
-        from rich.table import Table
-
         title = f"{self.problem.label} on {self.device.name}"
         if self.emulate:
             title += f", emulated: at the pace of {self.emulate}"
         elif self.limits:
             title += f", within the limits of {self.limits}"
-        table = Table(title=title, title_justify="left")
-        table.add_column("kernel")
-        table.add_column("configuration", overflow="fold")
         measured = self.environment is not None
         if not measured:
-            headings = ["predicted Mcycles" if self.emulate else "predicted ms", "max error", "occupancy"]
+            predicted = "predicted Mcycles" if self.emulate else "predicted ms"
+            figures = [*numeric(predicted), *numeric("max error", "occupancy", optional=1)]
         elif self.emulate:
-            headings = [*CYCLE_HEADINGS, "max error"]
+            cycles, *others = CYCLE_HEADINGS
+            figures = [*numeric(cycles), *numeric(*others, "max error", optional=1)]
         else:
-            headings = ["ms", "low to high", "TFLOPS", "% of peak", "max error"]
-        for heading in (*headings, "registers", "spills, bytes", "shared memory, bytes", "threads"):
-            table.add_column(heading, justify="right")
+            figures = [*numeric("ms"), *numeric("low to high", "TFLOPS", "% of peak", "max error", optional=1)]
+        resources = numeric("registers", "spills, bytes", "shared memory, bytes", "threads", optional=2)
+        table = TextTable(title, [Column("kernel"), Column("configuration", folds=True), *figures, *resources])
         for row in self.rows:
-            figures = self._measured_cells(row) if measured else self._predicted_cells(row)
+            cells = self._measured_cells(row) if measured else self._predicted_cells(row)
             table.add_row(
                 f"{row.kernel} (emulated)" if row.emulate else row.kernel,
                 short_form(row.config) if row.config else row.note,
-                *figures,
+                *cells,
                 cell(row.registers, "{}"),
                 cell(row.spill_bytes, "{:,}"),
                 cell(row.shared_memory_bytes, "{:,}"),
                 cell(row.threads, "{}"),
-                style="bold" if self.winner and row == self.winner else None,
+                bold=self.winner is not None and row == self.winner,
             )
         return table
 

@@ -48,27 +48,36 @@ class Survey(CandidateSearch):
         self._unable = ""  # why this machine can verify nothing
 
     def find(self) -> SearchResult:
-        presets, sampler = tuple(PRESETS.values()), self.options.sampler
-        if sampler in ("learned", "tpe"):  # there are no times to learn from: the model's are what is known
-            first = (*presets, *ranked(self.problem, self.configs, self.device, emulate=self.options.emulate))
-            proposals = Proposals(self.configs, sampler="exhaustive", seed=self.seed, first=first)
-            self.notes.append("candidates were proposed in the order of their predicted times, presets first")
-        else:
-            proposals = Proposals(self.configs, sampler=sampler, seed=self.seed, first=presets)
-        status = "predicted"
+        status, proposals = "predicted", None
         try:
+            with self.interruptible():
+                proposals = self._proposals()
             self.try_candidates(proposals)
         except KeyboardInterrupt:
             status = "partial"
         self._survivors.sort(key=_survey_order)
         if self._unable:
             self.notes.append(f"gradients could not be verified on the CPU: {self._unable}")
-        gates = "every gate, the last on the CPU" if self.counts.verified == self.counts.passed else "the compiler gate"
-        self.notes.append(
-            f"nothing was timed, and no winner is stored: these candidates passed {gates}; their times are predicted, "
-            "and no card has confirmed them"
-        )
+        self.notes.append(f"nothing was timed, and no winner is stored: {self._what_passed()}")
         return self.result(status, self._survivors, proposals)
+
+    def _proposals(self) -> Proposals:
+        presets, sampler = tuple(PRESETS.values()), self.options.sampler
+        if sampler not in ("learned", "tpe"):
+            return Proposals(self.configs, sampler=sampler, seed=self.seed, first=presets)
+        # There are no times to learn from: the model's are what is known.
+        first = (*presets, *ranked(self.problem, self.configs, self.device, emulate=self.options.emulate))
+        self.notes.append("candidates were proposed in the order of their predicted times, presets first")
+        return Proposals(self.configs, sampler="exhaustive", seed=self.seed, first=first)
+
+    def _what_passed(self) -> str:
+        counts = self.counts
+        if not counts.decided:
+            return "no candidate was decided"
+        if not counts.passed:
+            return f"none of the {counts.decided} candidates passed"
+        gates = "every gate, the last on the CPU" if counts.verified == counts.passed else "the compiler gate"
+        return f"these candidates passed {gates}; their times are predicted, and no card has confirmed them"
 
     def known_outcome(self, candidate: Candidate) -> Outcome | None:
         return None  # survivors are listed each time; the cache of builds knows what does not compile
@@ -136,6 +145,7 @@ class Survey(CandidateSearch):
 
 
 def _survey_order(row: Row) -> tuple[float, int, int, str]:
-    """By the predicted cycles, which an emulated one has too; equals by name, and not by which compiler was quick."""
+    """By what is predicted (of an emulated one, cycles); equals by name, and not by which compiler was quick."""
     name = row.config.id if row.config else ""
-    return row.predicted_cycles or 0.0, row.spill_bytes or 0, row.registers or 0, name
+    predicted = row.predicted_cycles if row.predicted_ms is None else row.predicted_ms
+    return predicted or 0.0, row.spill_bytes or 0, row.registers or 0, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -75,18 +76,15 @@ class Tuning(CandidateSearch):
             )
 
     def find(self) -> SearchResult:
-        first = (*PRESETS.values(), *self._head_starts())
-        learner = None
-        if self.options.sampler == "learned":
-            learner = Learner(
-                self.problem, self.configs, self.space_device, seed=self.seed, emulate=self.options.emulate
-            )
-        proposals = Proposals(self.configs, sampler=self.options.sampler, seed=self.seed, first=first, learner=learner)
-        for config, outcome in self._log.past():
-            if proposals.learn(config, outcome):
-                self.counts.earlier += 1
-                self._note(config, outcome)
+        proposals: Proposals | None = None
         try:
+            first = (*PRESETS.values(), *self._head_starts())
+            with self.interruptible():
+                proposals = self._proposals(first)
+            for config, outcome in self._log.past():
+                if proposals.learn(config, outcome):
+                    self.counts.earlier += 1
+                    self._note(config, outcome)
             if self.best and proposals.remaining and not self.options.emulate:
                 self._incumbent = self.compile_all([self.best[0]])[self.best[0]].variant
             self.try_candidates(proposals)
@@ -102,6 +100,12 @@ class Tuning(CandidateSearch):
         if self._noisy:
             self.notes.append(f"{self._noisy} timings were noisy: see above, and search again on an idle GPU")
         return self.result(status, rows, proposals, winner, self._environment)
+
+    def _proposals(self, first: Sequence[Config]) -> Proposals:
+        options, learner = self.options, None
+        if options.sampler == "learned":
+            learner = Learner(self.problem, self.configs, self.space_device, seed=self.seed, emulate=options.emulate)
+        return Proposals(self.configs, sampler=options.sampler, seed=self.seed, first=first, learner=learner)
 
     def _head_starts(self) -> list[Config]:
         """What won the problems nearest to this one on such a card: of those in the database and those shipped."""

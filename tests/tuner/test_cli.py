@@ -20,15 +20,17 @@ from covering import valid_presets
 from nvcc_shim import NvccShim, without_wheels
 from search_fakes import PROBLEM, FakeBuilder, run_search
 
+import bwdtune
 from bwdtune.db.errors import DatabaseLocked
 from bwdtune.db.records import Winner
 from bwdtune.db.store import Store
 from bwdtune.gen.device import H200, RTX_5090
-from bwdtune.gen.families import PRESETS
+from bwdtune.gen.families import PRESETS, short_form
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.gpu import current_device
 from bwdtune.tuner.cli import main
 from bwdtune.tuner.commands.cards import searched_card
+from bwdtune.tuner.commands.search import _seconds
 
 SHAPE = ["--shape", PROBLEM.shape, "--causal"]
 SMALL = ["--shape", "1_1_128_64", "--arch", "sm_120a"]
@@ -108,6 +110,76 @@ def test_bad_input_is_one_line(
     assert main([*arguments, *(["--db", str(database)] if takes_database else [])]) == status
     assert names in complaint(capsys)
     assert not database.exists(), "nothing was begun"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["search", "--json", "--dtype", "fp32", "--shape", "1_1_64_64"],
+        ["search", "--json"],
+        ["list", "--json", "--db", "/nowhere/x.db"],
+        ["export", "--json", "--shape", "1_1_64_64", "-o", "/nowhere"],
+    ],
+    ids=" ".join,
+)
+def test_an_error_is_json_too_where_json_was_asked_for(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    status = main(arguments)
+    output, errors = capsys.readouterr()
+    assert status in (1, 2)
+    assert json.loads(output) == {"error": errors.removeprefix("tuner: ").strip(), "exit_status": status}
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"bwdtune {bwdtune.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["search", "-h"], ["verify", "-h"]])
+def test_help_has_a_short_name(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(arguments) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "profile", "export", "bench"])
+def test_kernel_and_config_are_the_same_option(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    for option in ("--kernel", "--config"):
+        assert main([command, "--shape", "8_16_4096_128", option, "v9", *(["-o", "x"] if command == "export" else [])])
+        assert "v9" in complaint(capsys)
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "export"])
+def test_best_is_the_stored_winner(capsys: pytest.CaptureFixture[str], database: Path, command: str) -> None:
+    with closing(Store.open(database)):
+        pass
+    output = ["-o", "/nowhere"] if command == "export" else []
+    assert main([command, *SHAPE, "--kernel", "best", "--db", str(database), *output]) == 1
+    assert "there is no winner for 8_16_4096_128" in complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    ("duration", "seconds"), [("90", 90), ("90s", 90), ("5m", 300), ("1.5h", 5400), (".5 m", 30), (None, None)]
+)
+def test_durations(duration: str | None, seconds: float | None) -> None:
+    assert _seconds(duration) == seconds
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_terminal_cuts_a_shape_or_a_configuration(searched: Path, width: int) -> None:
+    """In a pseudo-terminal, as people see it."""
+    winner = _winner(searched)
+    script = shlex.join([sys.executable, "-m", "bwdtune.tuner", "list", "--db", str(searched)])
+    shown = subprocess.run(
+        ["script", "-qec", f"stty cols {width}; {script}", "/dev/null"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "TERM": "xterm"},
+    ).stdout
+    assert winner.problem.shape in shown
+    assert short_form(winner.config) in shown
+    assert "…" not in shown
 
 
 def test_the_options_of_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,7 +405,7 @@ def test_list_and_show_tell_what_a_search_stored(capsys: pytest.CaptureFixture[s
 
     for arguments in (["list"], ["show", *SHAPE]):
         assert main([*arguments, *database]) == 0
-        assert winner["config"] in capsys.readouterr().out
+        assert short_form(_winner(searched).config) in capsys.readouterr().out
     assert main(["show", "--shape", "1_1_64_64", *database]) == 0
     assert "nothing is stored" in capsys.readouterr().out
 

@@ -763,6 +763,16 @@ def test_a_survey_measures_nothing_and_stores_no_winner(database: Path) -> None:
     assert trials(database) == []
 
 
+@pytest.mark.parametrize("failing", ["compiler", "numbers"])
+def test_a_survey_in_which_all_fail_says_so(database: Path, failing: str) -> None:
+    builder = FakeBuilder(broken=lambda config: failing == "compiler")
+    bench = FakeBench(wrong=lambda config: True)
+    result = run_search(database, device=RTX_5090, builder=builder, bench=bench, measured=False, trials=3)
+    text = "\n".join(result.summary())
+    assert "none of the 3 candidates passed" in text
+    assert "passed every gate" not in text
+
+
 def test_a_survey_verifies_what_passed_the_compiler_on_the_cpu(database: Path) -> None:
     builder, bench = FakeBuilder(), FakeBench(wrong=lambda config: config == V2)
     result = run_search(database, device=RTX_5090, builder=builder, bench=bench, measured=False, trials=10)

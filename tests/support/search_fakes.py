@@ -35,7 +35,7 @@ from bwdtune.tuner.search.search import search
 PROBLEM = Problem.parse("8_16_4096_128", causal=True)
 TOOLKIT = "13.0.88"
 ENVIRONMENT = Environment(GpuKey(H200.name, "9.0"), "sm_90a", "580.65.06", TOOLKIT, "2.11.0")
-PEER_MS = {"fa": 5.5, "cudnn": 5.0}
+PEER_MS = {"default": 5.0, "fa": 5.5, "cudnn": 5.0}
 
 TINY_PROBLEM = Problem.parse("1_1_64_64")
 TINY = replace(
@@ -99,6 +99,7 @@ class FakeBuilder:
         lasting: Whether what does not compile never will.
         registers: A thread's registers for a target, with dummy mma in it or not.
         static_bytes: A block's static shared memory.
+        machine_code: What the hash of a source's machine code is.
         compiled: What it was asked for: configuration and target.
         sources: The sources of it, and the target.
     """
@@ -107,6 +108,7 @@ class FakeBuilder:
     spills: Callable[[Config, str], int] = lambda config, arch: 0
     lasting: bool = True
     registers: Callable[[Source, str], int] = lambda source, arch: 168
+    machine_code: Callable[[Source], str] = lambda source: f"code of {source.hash}"
     static_bytes: Callable[[Source], int] = lambda source: 0
     compiled: list[tuple[Config, str]] = field(default_factory=list)
     sources: list[tuple[Source, str]] = field(default_factory=list)
@@ -117,7 +119,7 @@ class FakeBuilder:
             self.compiled.append((source.config, arch))
             self.sources.append((source, arch))
         ok = not self.broken(source.config)
-        return Variant(
+        variant = Variant(
             source=source,
             arch=arch,
             library=Path("/nowhere") / f"{source.name}.so" if ok else None,
@@ -135,6 +137,8 @@ class FakeBuilder:
             cached=False,
             lasting=ok or self.lasting,
         )
+        variant.__dict__["machine_code"] = self.machine_code(source) if ok else None
+        return variant
 
 
 @dataclass
@@ -183,7 +187,7 @@ class FakeBench:
             if variant.source.probed
         }
         cycles = {name: Cycles(count, count * 0.99, count * 1.01, 10) for name, count in counts.items()}
-        return Timings(timings, clock_mhz=1700.0, cycles=cycles)
+        return Timings(timings, clock_mhz=1700.0, cycles=cycles, default_kernel="cudnn" if "default" in peers else None)
 
     @property
     def tried(self) -> list[str]:

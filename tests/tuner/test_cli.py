@@ -506,7 +506,8 @@ def test_search_bench_and_export_on_the_gpu(tmp_path: Path, database: Path) -> N
     found = json.loads(done.stdout)
     timed = {row["kernel"]: row["ms"] for row in found["rows"] if row["ms"]}
     presets = valid_presets(Problem.parse("2_4_1024_64", causal=True), current_device())
-    assert {"fa", "cudnn", *presets} <= set(timed)
+    assert {"default", "fa", "cudnn", *presets} <= set(timed)
+    assert any("PyTorch's default, " in note for note in found["notes"])
     assert found["winner"]["ms"] <= min(timed[name] for name in presets)
     assert found["winner"]["max_error"] < 0.05
 

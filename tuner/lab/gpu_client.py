@@ -76,7 +76,7 @@ class Worker:
         Args:
             problem: The sizes.
             variants: Known in the result by their configuration's id.
-            peers: Of ``fa`` and ``cudnn``; one that does not run is in the result's ``unavailable``.
+            peers: Of `peers.PEERS`; one that does not run is in the result's ``unavailable``.
             policy: How.
 
         Raises:

@@ -8,6 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -15,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from ...db.records import VerificationRecord
+from ...db.records import NO_FUSED_BACKWARD, VerificationRecord
 from ...gen.errors import BwdtuneError
 from ...gen.problem import Problem
 from ...runtime import torch_attention
 from ...runtime.kernel import Kernel, KernelError
 from ...runtime.verification.inputs import Inputs
 from ...runtime.verification.verifier import Verifier
-from .peers import PEERS
+from .peers import DEFAULT, PEERS, SAME_KERNEL, pytorchs_default
 from .protocol import Answer, Request, Running
 from .stopwatch import Timed, time_kernels
 from .timing import Policy, Timings
@@ -111,16 +112,20 @@ class _GpuBench:
             self._say_running(name)
             kernels[name] = arena.timed(kernel)
         unavailable = {}
+        default = self._default(problem, inputs) if DEFAULT in peers else None
+        alias = SAME_KERNEL.get(default or "", "") if inputs.features.plain else ""
         for name in peers:
+            if name == DEFAULT and alias in peers:
+                continue
             self._say_running(name)
             try:
-                kernels[name] = self._peer(name, problem, inputs)
+                kernels[name] = self._peer(name, problem, inputs, default)
             except Exception as error:  # whatever keeps PyTorch's kernel from this problem is the reason
                 if not self.healthy():
                     raise
                 unavailable[name] = _one_line(error)
         if not kernels:
-            return Timings({}, unavailable=unavailable)
+            return Timings({}, unavailable=unavailable, default_kernel=default)
         timings = time_kernels(kernels, policy, self._device, self._say_running)
         for name in libraries:
             self._say_running(name)
@@ -128,7 +133,11 @@ class _GpuBench:
             kernels[name].run()
             if not arena.written():
                 raise KernelError("at these sizes it leaves elements of its outputs unwritten, or not finite")
-        return replace(timings, unavailable=unavailable)
+        if alias in timings:
+            timings = replace(timings, by_name={**timings.by_name, DEFAULT: timings[alias]})
+        elif alias in unavailable:
+            unavailable[DEFAULT] = unavailable[alias]
+        return replace(timings, unavailable=unavailable, default_kernel=default)
 
     def healthy(self) -> bool:
         """Whether the device still takes work: after an illegal access or a trap it does not, in this process."""
@@ -155,10 +164,30 @@ class _GpuBench:
             loaded[name] = self._kernels[library]
         return loaded
 
-    def _peer(self, name: str, problem: Problem, inputs: Inputs) -> Timed:
+    def _default(self, problem: Problem, inputs: Inputs) -> str | None:
+        """Which kernel PyTorch's default is; None where PyTorch does not say."""
+        try:
+            with self._modes(problem):
+                return pytorchs_default(problem, inputs)
+        except RuntimeError:
+            if not self.healthy():
+                raise
+            return None
+
+    def _modes(self, problem: Problem) -> AbstractContextManager[None]:
+        """PyTorch's as the problem asks for."""
+        return torch_attention.deterministic_algorithms() if problem.deterministic else contextlib.nullcontext()
+
+    def _peer(self, name: str, problem: Problem, inputs: Inputs, default: str | None) -> Timed:
         if self._device.type != "cuda":
             raise KernelError("it runs on a GPU only")
-        if inputs.features.plain:
+        if name == DEFAULT:
+            if default is None or default == NO_FUSED_BACKWARD:
+                raise KernelError(f"PyTorch has no fused backward of {problem.label}")
+            tensors = inputs.q, inputs.k, inputs.v
+            causal, scale = problem.causal, problem.softmax_scale
+            forward = torch_attention.forward(*tensors, causal, scale, inputs.features, default)
+        elif inputs.features.plain:
             forward = PEERS[name].forward(inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
         elif name == "fa" and not problem.softcap:
             forward = inputs.forward
@@ -166,7 +195,7 @@ class _GpuBench:
             raise KernelError(f"PyTorch's {name} has no {problem.features_label}")
 
         def run() -> None:
-            with torch_attention.deterministic_algorithms() if problem.deterministic else contextlib.nullcontext():
+            with self._modes(problem):
                 forward.backward(inputs.dout)
 
         run()

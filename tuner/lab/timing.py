@@ -99,6 +99,7 @@ class Timings(Mapping[str, Timing]):
         notice: One line on noise; empty where there was little.
         unavailable: For each of PyTorch's kernels that did not run the reason.
         cycles: Of the kernels that count them, by name.
+        default_kernel: Where PyTorch's default was asked for, the kernel that it is (`peers.pytorchs_default`).
     """
 
     by_name: dict[str, Timing]
@@ -106,6 +107,7 @@ class Timings(Mapping[str, Timing]):
     notice: str = ""
     unavailable: dict[str, str] = field(default_factory=dict)
     cycles: dict[str, Cycles] = field(default_factory=dict)
+    default_kernel: str | None = None
 
     def __getitem__(self, name: str) -> Timing:
         return self.by_name[name]

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...db.errors import InvalidRecord
+from ...db.records import NO_FUSED_BACKWARD
 from ...gen.build.jobs import Variant
 from ...gen.families import PRESETS, Config
 from ...gen.space import refusal
 from ..lab.gate import verify_fully
-from ..lab.peers import PEERS
+from ..lab.peers import DEFAULT, PEERS
 from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import RACE_POLICY, Timings
 from .candidates import CandidateSearch, Compiled
@@ -88,6 +89,8 @@ class FinalRace:
             search.notice(timings.notice)
         rows += [_peer_row(name, timings) for name in peers]
         ranked, winner = self._rank(racers, timings)
+        if winner and not search.options.emulate:
+            search.notes.append(_beside_default(winner, timings))
         return sorted([*rows, *ranked], key=lambda row: row.ms or row.cycles or math.inf), winner
 
     def _rank(self, racers: list[_Racer], timings: Timings) -> tuple[list[Row], Row | None]:
@@ -170,5 +173,20 @@ class FinalRace:
 
 def _peer_row(name: str, timings: Timings) -> Row:
     if name in timings:
-        return Row(name, timing=timings[name])
+        which = f"which is {timings.default_kernel}" if name == DEFAULT else ""
+        return Row(name, timing=timings[name], note=which)
     return Row(name, note=timings.unavailable.get(name, "it was not timed"))
+
+
+def _beside_default(winner: Row, timings: Timings) -> str:
+    """What a user has of the winner: how it did beside what PyTorch takes by itself."""
+    if timings.default_kernel == NO_FUSED_BACKWARD:
+        return "PyTorch has no fused backward of this problem: the winner is used wherever it is valid"
+    default = timings.get(DEFAULT)
+    if default is None or winner.timing is None:
+        return "PyTorch's default backward was not timed: whether the winner is faster is not known"
+    ratio = default.median_ms / winner.timing.median_ms
+    name = f"PyTorch's default, {timings.default_kernel}"
+    if ratio > 1:
+        return f"the winner is {ratio:.2f} times as fast as {name}"
+    return f"{name}, is {1 / ratio:.2f} times as fast as the winner: the problem stays PyTorch's"

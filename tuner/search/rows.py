@@ -21,7 +21,8 @@ class Row:
     """One line of a search's or a bench's table.
 
     Attributes:
-        kernel: A preset's name, ``fa`` or ``cudnn`` for PyTorch's own, else ``best``, ``finalist`` or ``candidate``.
+        kernel: A preset's name, one of `lab.peers.PEERS` for PyTorch's own, else ``best``, ``finalist`` or
+            ``candidate``.
         config: The configuration; None for PyTorch's kernels.
         timing: Its times in the race; None where it was not timed, and of an emulated row, since a time that the dummy
             mma were part of is nobody's.
@@ -32,7 +33,7 @@ class Row:
         shared_memory_bytes: A block's, as it is launched.
         threads: Threads of a block.
         occupancy: Resident warps as a part of an SM's most, 0 to 1.
-        note: Why a number is missing.
+        note: Why a number is missing, or which kernel PyTorch's default is.
         emulate: The card that was emulated (``sm_120``), else None.
         tensor_activity: Part of the time that the tensor cores work; see `tensor_activity.tensor_activity`.
         predicted_ms: What `cost_model.predict` says, where nothing was there to time it; None of an emulated row.

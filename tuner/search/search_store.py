@@ -22,6 +22,7 @@ from ...gen.emulation import EMULATED_CARDS
 from ...gen.families import Config
 from ...gen.problem import Problem, distance
 from ...gen.render import Source, render, template_hash
+from ..lab.peers import DEFAULT
 from ..lab.timing import SEARCH_POLICY, Policy, Timings
 from .options import SearchOptions
 
@@ -59,6 +60,7 @@ class VariantStore:
                 shared_memory_bytes=needs.shared_memory_bytes,
                 threads=needs.threads,
                 compile_seconds=variant.seconds,
+                machine_code=variant.machine_code,
             ),
         )
 
@@ -89,6 +91,7 @@ class SearchStore(VariantStore):
             InvalidRecord: It is none.
         """
         timing, counted = timings[config.id], timings.cycles.get(config.id)
+        default = timings.get(DEFAULT)
         return self._store.record_measurement(
             self._problem,
             variant_id,
@@ -103,11 +106,15 @@ class SearchStore(VariantStore):
                 limits=self._options.within,
                 kind=self._kind,
                 cycles=counted.median if counted else None,
+                default_ms=default.median_ms if default else None,
+                default_kernel=timings.default_kernel,
             ),
         )
 
-    def measurement_of(self, config: Config, source: Source) -> StoredMeasurement | None:
-        """A valid measurement that was made under the same conditions."""
+    def measurement_of(
+        self, config: Config, source: Source, machine_code: str | None = None
+    ) -> StoredMeasurement | None:
+        """A valid measurement that was made under the same conditions, of this source or of this machine code."""
         return self._store.measurement_for(
             self._problem,
             config,
@@ -115,6 +122,7 @@ class SearchStore(VariantStore):
             self._options.within,
             policy=SEARCH_POLICY.id,
             source_hash=source.hash,
+            machine_code=machine_code,
             kind=self._kind,
         )
 

@@ -118,7 +118,10 @@ class Tuning(CandidateSearch):
         return list(itertools.islice(fitting, HEAD_STARTS))
 
     def known_outcome(self, candidate: Candidate) -> Outcome | None:
-        stored = self._store.measurement_of(candidate.config, candidate.source)
+        return self._measured(candidate)
+
+    def _measured(self, candidate: Candidate, machine_code: str | None = None) -> Outcome | None:
+        stored = self._store.measurement_of(candidate.config, candidate.source, machine_code)
         if stored is None:
             return None
         return self._outcome(stored.record.cycles if self.options.emulate else stored.record.median_ms)
@@ -129,6 +132,9 @@ class Tuning(CandidateSearch):
         variant_id = self._store.record_variant(compiled.variant) if compiled.variant else None
         if compiled.refused or compiled.variant is None or variant_id is None:
             return compiled.refused or Outcome("failed", reason="it was not compiled")
+        if known := self._measured(candidate, compiled.variant.machine_code):
+            self.counts.stored += 1  # other text of the same kernel
+            return known
         try:
             with self.wait("verify"):
                 verification = self._bench.verify(self.problem, compiled.variant)

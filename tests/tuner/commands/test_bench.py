@@ -267,7 +267,7 @@ def test_a_kernel_that_is_named_twice_has_one_row():
 @pytest.mark.parametrize(
     ("kernels", "options", "message"),
     [
-        (["v9"], {}, r"unknown kernel 'v9': use cudnn, fa, v1, v2, v3, .*best, mma"),
+        (["v9"], {}, r"unknown kernel 'v9': use default, cudnn, fa, v1, v2, v3, .*best, mma"),
         (["v3"], {"direction": "forward"}, "unknown direction 'forward': only backward"),
         (["v3"], {"limits": "sm_75"}, "unknown limits 'sm_75'"),
         ([], {}, "no kernel is named"),

@@ -14,6 +14,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -35,7 +36,7 @@ from search_fakes import (
 )
 
 from bwdtune.db import shipped
-from bwdtune.db.records import MEASURED, Environment, GpuKey, VerificationRecord, Winner
+from bwdtune.db.records import MEASURED, NO_FUSED_BACKWARD, Environment, GpuKey, VerificationRecord, Winner
 from bwdtune.db.shipped import Shipped
 from bwdtune.db.store import Store
 from bwdtune.gen.build.jobs import Variant, build
@@ -49,7 +50,8 @@ from bwdtune.gen.space import refusal
 from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.lab.peers import PEERS
 from bwdtune.tuner.lab.protocol import WorkerError
-from bwdtune.tuner.lab.timing import SEARCH_POLICY
+from bwdtune.tuner.lab.timing import SEARCH_POLICY, Timing, Timings
+from bwdtune.tuner.search import candidates, proposals
 from bwdtune.tuner.search.candidates import EMULATED_SPILL_BOUND_BYTES, LOOK_AHEAD, SPILL_BOUND_BYTES
 from bwdtune.tuner.search.cost_model import ranked
 from bwdtune.tuner.search.options import SAMPLERS, SearchOptions
@@ -215,6 +217,59 @@ def test_a_stored_time_answers_for_a_candidate(database: Path, monkeypatch: pyte
     assert result.counts.stored == result.counts.decided == 10
     assert sum("the search space is not that" in note for note in result.notes) == 1
     assert len(trials(database)) == 20, "the old rows are kept"
+
+
+def test_other_text_of_the_same_machine_code_is_not_measured_again(
+    database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A comment has changed in the templates: the kernels are compiled, and are known by what that makes."""
+    same = FakeBuilder(machine_code=lambda source: source.config.id)
+    first, second = FakeBench(), FakeBench()
+    run_search(database, bench=first, builder=same, trials=6, sampler="exhaustive")
+    render = candidates.render
+
+    def commented(*arguments: Any, **options: Any) -> Source:
+        source = render(*arguments, **options)
+        return replace(source, text="// a comment\n" + source.text)
+
+    monkeypatch.setattr(candidates, "render", commented)
+    monkeypatch.setattr(proposals, "template_hash", lambda family: "commented")
+    result = run_search(database, bench=second, builder=same, trials=6, sampler="exhaustive")
+    assert set(first.verified).isdisjoint(second.verified)
+    assert result.counts.stored == result.counts.decided - len(second.verified) > 0
+    assert result.winner
+    with closing(Store.open(database, read_only=True)) as store:
+        (winner,) = store.winners()
+    assert winner.machine_code == winner.config.id
+
+
+@pytest.mark.parametrize(
+    ("default_ms", "kernel", "said"),
+    [
+        (12.0, "cudnn", "times as fast as PyTorch's default, cudnn"),
+        (0.5, "flash", "the problem stays PyTorch's"),
+        (None, NO_FUSED_BACKWARD, "PyTorch has no fused backward of this problem"),
+        (None, None, "PyTorch's default backward was not timed"),
+    ],
+)
+def test_the_winner_is_stored_beside_pytorchs_default(
+    database: Path, default_ms: float | None, kernel: str | None, said: str
+) -> None:
+    class Default(FakeBench):
+        def time(self, *arguments: Any) -> Timings:
+            timings = super().time(*arguments)
+            if "default" not in timings:
+                return timings
+            by_name = {name: timing for name, timing in timings.items() if name != "default"}
+            if default_ms:
+                by_name["default"] = Timing(default_ms, default_ms, default_ms, 20)
+            return replace(timings, by_name=by_name, default_kernel=kernel)
+
+    result = run_search(database, bench=Default(), trials=6)
+    assert any(said in note for note in result.notes)
+    winner = stored_winner(database)
+    assert (winner.default_ms, winner.default_kernel) == (default_ms, kernel)
+    assert winner.beats_default == (None if default_ms is None else default_ms > winner.median_ms)
 
 
 def test_another_driver_is_measured_anew(database: Path) -> None:

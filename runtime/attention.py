@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +13,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..gen.errors import UsageError
 from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem, band
-from . import dispatch, forwards, math_attention, torch_attention
+from . import autograd, dispatch, forwards, math_attention, torch_attention
+from .call import DTYPE_NAMES, Call
 from .dispatch import counters, notices
 from .dispatch.records import Cause
 from .features import PLAIN, Features, Sequences
-from .kernel import TORCH_DTYPES, Kernel, KernelError, backward
+from .forwards import operators
 
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _DEVICE_TYPES = ("cuda",)
 
 # As it is before `sdpa.enable` replaces it: what is handed back to PyTorch must not come here again.
@@ -91,18 +89,17 @@ def attention(
         is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
     if not features.plain and (reason := _shape_objection(q, k, v, enable_gqa)):
         raise ValueError(reason)
-    call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
+    call = Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
     gradient = _needs_gradient(q, k, v)
     cast_q, cast_k, cast_v = _autocast(q, k, v)
-    kernel = None
-    if gradient and not torch.compiler.is_compiling():
-        kernel = _kernel_for(call, cast_q, cast_k, cast_v)
+    if gradient and (forward := _forward_name(call, cast_q, cast_k, cast_v)):
+        output = _with_our_backward(call, cast_q, cast_k, cast_v, forward)
+        if output is not None:
+            return output
     # What is not plain PyTorch's function does not take, and where it cannot be told to be deterministic we are.
     own = not features.plain or (deterministic and gradient and _shape_objection(q, k, v, enable_gqa) is None)
-    if own and torch._C._are_functorch_transforms_active():
-        return math_attention.differentiable(cast_q, cast_k, cast_v, call.causal, call.scale, features)
-    if kernel or own:
-        return call.run(cast_q, cast_k, cast_v, kernel)
+    if own:
+        return _without_kernel(call, cast_q, cast_k, cast_v)
     # Of an empty batch, PyTorch's fused kernels may make no tensor at all.
     empty = not torch.compiler.is_compiling() and not (q.numel() and k.numel())
     with sdpa_kernel(SDPBackend.MATH) if empty else contextlib.nullcontext():
@@ -190,165 +187,15 @@ def attention_varlen(
         _cap(softcap),
         Sequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
     )
-    call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
+    call = Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
     gradient = _needs_gradient(q, k, v)
     q, k, v = _autocast(q, k, v)
-    if torch._C._are_functorch_transforms_active():
-        return math_attention.differentiable(q, k, v, call.causal, call.scale, features)[0].transpose(0, 1)
-    kernel = _kernel_for(call, q, k, v) if gradient and not torch.compiler.is_compiling() else None
-    return call.run(q, k, v, kernel)[0].transpose(0, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """What is asked for, besides the tensors.
-
-    Attributes:
-        causal: See `attention`.
-        scale: The softmax scale.
-        features: The mask in its simplest terms, and the rest.
-        deterministic: As it was asked for; None where nothing was.
-        enable_gqa: See `attention`.
-    """
-
-    causal: bool
-    scale: float
-    features: Features
-    deterministic: bool | None
-    enable_gqa: bool
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether gradients have to be the same bits at each call."""
-        return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
-
-    def problem(self, q: torch.Tensor, k: torch.Tensor) -> Problem:
-        """What a kernel has to compute.
-
-        Raises:
-            UsageError: No problem has such sizes.
-        """
-        sequences = self.features.sequences
-        sizes = (
-            (sequences.count, q.shape[1], k.shape[1], sequences.seqlen_q, sequences.seqlen_kv, q.shape[3])
-            if sequences
-            else (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
-        )
-        left, right = self.features.limits(self.causal)
-        return Problem(
-            _DTYPE_NAMES[q.dtype],
-            *sizes,
-            causal=self.causal,
-            window_left=left,
-            window_right=UNLIMITED if self.causal else right,
-            bottom_right=self.features.bottom_right,
-            softcap=bool(self.features.softcap),
-            varlen=sequences is not None,
-            deterministic=self.repeatable,
-        )
-
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel | None) -> torch.Tensor:
-        """A forward, and where a gradient is needed the kernel's backward, or PyTorch's if there is none."""
-        name = self.forward_name(q, k, v, kernel is not None)
-        if _needs_gradient(q, k, v):
-            output: torch.Tensor = _Attention.apply(q, k, v, self, name, kernel)
-            return output
-        return self.forward(q, k, v, name).output
-
-    def forward_name(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: bool) -> str:
-        """See `forwards.choose`."""
-        return forwards.choose(
-            q, k, v, self.causal, self.scale, self.features, enable_gqa=self.enable_gqa, kernel=kernel
-        )
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str) -> torch_attention.Forward:
-        """The forward of that name."""
-        return torch_attention.forward(q, k, v, self.causal, self.scale, self.features, name)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, name: str, kernel: Kernel | None
-    ) -> torch.Tensor:
-        result = call.forward(q, k, v, name)
-        if kernel:
-            ctx.save_for_backward(q, k, v, result.output, result.lse)
-            ctx.gradients = _of_kernel(kernel, call)
-        else:
-            ctx.save_for_backward(*result.saved)
-            ctx.gradients = _of_pytorch(result.gradients, call.repeatable)
-        return result.output
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        # create_graph=True, is_grads_batched=True
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            gradients = _Gradients.apply(ctx.gradients, dout, *saved)
-        else:
-            gradients = ctx.gradients(dout, *saved)
-        asked = (gradient if need else None for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False))
-        return (*asked, None, None, None)
-
-
-def _of_kernel(kernel: Kernel, call: _Call) -> Callable[..., torch_attention.Gradients]:
-    def gradients(dout: torch.Tensor, *saved: torch.Tensor) -> torch_attention.Gradients:
-        q, k, v, output, lse = saved
-        features = call.features
-        if kernel.info.mask == "window":
-            features = replace(features, window=features.limits(call.causal))
-        try:
-            found = backward(kernel, q, k, v, output, dout, lse, call.scale, features)
-        except KernelError as error:
-            dispatch.discard(kernel, f"its launch failed: {error}")
-            counters.fell_back(Cause.UNUSABLE)
-            return math_attention.gradients(dout, q, k, v, output, lse, call.causal, call.scale, call.features)
-        counters.launched(kernel.path.stem)
-        return found
-
-    return gradients
-
-
-def _of_pytorch(
-    found: Callable[..., torch_attention.Gradients], repeatable: bool
-) -> Callable[..., torch_attention.Gradients]:
-    def gradients(dout: torch.Tensor, *saved: torch.Tensor) -> torch_attention.Gradients:
-        with torch_attention.deterministic_algorithms() if repeatable else contextlib.nullcontext():
-            return found(dout, *saved)
-
-    return gradients
-
-
-class _Gradients(torch.autograd.Function):
-    """The backward where it is transformed: batched, which it does one by one, or differentiated, which it refuses.
-
-    PyTorch's `once_differentiable` refuses only where dout needs a gradient; the gradient of a sum would be a constant.
-    """
-
-    @staticmethod
-    def forward(gradients: Callable[..., torch_attention.Gradients], dout: torch.Tensor, *saved: torch.Tensor) -> Any:
-        return gradients(dout, *saved)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *unused: torch.Tensor) -> Any:
-        raise RuntimeError(
-            "the gradients of bwdtune.attention cannot be differentiated again: "
-            "use torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH"
-        )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], gradients: Callable[..., Any], *tensors: Any) -> Any:
-        batches = [
-            [tensor] * info.batch_size if dim is None else tensor.unbind(dim)
-            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
-        ]
-        found = [gradients(*one) for one in zip(*batches, strict=True)]
-        return tuple(torch.stack(gradient) for gradient in zip(*found, strict=True)), (0, 0, 0)
+    output = None
+    if gradient and (forward := _forward_name(call, q, k, v)):
+        output = _with_our_backward(call, q, k, v, forward)
+    if output is None:
+        output = _without_kernel(call, q, k, v)
+    return output[0].transpose(0, 1)
 
 
 def _same_device(**tensors: torch.Tensor) -> None:
@@ -452,30 +299,66 @@ def problem_of(
     features = Features(limits, _aligned_bottom_right(alignment), _cap(softcap))
     if q.dim() == k.dim() == 4:
         is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
-    call = _Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
+    call = Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
     q, k, v = _autocast(q, k, v)
     try:
-        return _objection(call, q, k, v) or call.problem(q, k)
+        return _admission(call, q, k, v)[1] or call.problem(q, k)
     except UsageError as error:  # a size that no problem can have
         return str(error)
 
 
-def _kernel_for(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | None:
-    """The kernel for this input. Where there is none the log says why, once; of what is stored, dispatch says it."""
-    reason = _objection(call, q, k, v)
-    if not reason:
-        try:
-            capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-            choice = dispatch.choose(call.problem(q, k), q.device.index or 0, capturing=capturing)
-        except UsageError as error:  # a size that no problem can have
-            reason = str(error)
-        else:
-            if not choice.kernel:
-                counters.fell_back(choice.cause)
-            return choice.kernel
-    counters.fell_back(Cause.INPUT)
-    notices.warn_once(reason, f"attention has PyTorch's backward: {reason}")
-    return None
+def _forward_name(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """The forward where a kernel may be the backward; None where no kernel takes this input: the log says why, once."""
+    name, reason = _admission(call, q, k, v)
+    if reason and not torch.compiler.is_compiling():
+        counters.fell_back(Cause.INPUT)
+        notices.warn_once(reason, f"attention has PyTorch's backward: {reason}")
+    return name
+
+
+def _admission(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[str | None, str | None]:
+    """The forward's name, or why no kernel takes this input."""
+    if reason := _objection(call, q, k, v):
+        return None, reason
+    name = call.forward_name(q, k, v, kernel=True)
+    if call.features.plain and name == forwards.MATH:
+        return None, "PyTorch's fused attention, whose forward is used, is turned off or does not take this input"
+    return name, None
+
+
+def _with_our_backward(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward: str
+) -> torch.Tensor | None:
+    """Attention with a kernel's backward; None where there is no kernel, which dispatch has said.
+
+    The operator asks dispatch by itself, in the backward; where it finds no kernel there, PyTorch's backward of the
+    same forward serves.
+    """
+    by_operator = max(q.shape[:2]) <= torch_attention.LARGEST_GRID and operators.ready()
+    if by_operator and forward != forwards.FLASH_3:
+        return operators.attention(call, q, k, v, forward)
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        choice = dispatch.choose(call.problem(q, k), q.device.index or 0, capturing=capturing)
+    except UsageError as error:  # a size that no problem can have
+        counters.fell_back(Cause.INPUT)
+        notices.warn_once(str(error), f"attention has PyTorch's backward: {error}")
+        return None
+    if choice.kernel is None:
+        counters.fell_back(choice.cause)
+        return None
+    if by_operator:
+        return operators.attention(call, q, k, v, forward)
+    return autograd.run(call, q, k, v, forward, choice.kernel)
+
+
+def _without_kernel(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """PyTorch's forward and backward of what its function does not have."""
+    if torch._C._are_functorch_transforms_active():
+        return math_attention.differentiable(q, k, v, call.causal, call.scale, call.features)
+    return autograd.run(call, q, k, v, call.forward_name(q, k, v, kernel=False), None)
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -490,12 +373,12 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
     if q.device.type not in _DEVICE_TYPES:
         return f"the tensors are on {q.device.type}"
     dtypes = [_autocast_dtype(tensor) for tensor in (q, k, v)]
-    if dtypes[0] not in _DTYPE_NAMES or len(set(dtypes)) > 1:
+    if dtypes[0] not in DTYPE_NAMES or len(set(dtypes)) > 1:
         return f"the dtypes are {dtypes[0]}, {dtypes[1]} and {dtypes[2]}: kernels are for bfloat16 and float16"
     return None
 
 
-def _objection(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def _objection(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why no kernel takes this input, whatever is stored."""
     if reason := unsupported(q, k, v):
         return reason
@@ -506,8 +389,6 @@ def _objection(call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     sequences = call.features.sequences
     if not q.numel() or not k.numel() or (sequences and not min(sequences.seqlen_q, sequences.seqlen_kv)):
         return "the input is empty"
-    if call.features.plain and call.forward_name(q, k, v, kernel=True) == forwards.MATH:
-        return "PyTorch's fused attention, whose forward is used, is turned off or does not take this input"
     return None
 
 

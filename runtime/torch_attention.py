@@ -19,7 +19,8 @@ from .forwards import flash_3
 _aten = torch.ops.aten
 
 _ALIGNMENT_BYTES = 16  # of the vectors that fused kernels load
-_LARGEST_GRID = 65_535  # of CUDA's y and z, which PyTorch's kernels count batches and heads in
+LARGEST_GRID = 65_535
+"""Of CUDA's y and z, which PyTorch's kernels count batches and heads in."""
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -81,6 +82,8 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
     PyTorch's dispatcher refuses some of these layouts before a fused operator sees them; the operators do not.
     """
+    if torch.compiler.is_compiling():  # there is no storage yet; PyTorch's compiler aligns what it hands on
+        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     *strides, last = tensor.stride()
     bytes_each = tensor.element_size()
     aligned = tensor.data_ptr() % _ALIGNMENT_BYTES == 0 and all(
@@ -99,7 +102,7 @@ def _fused(
     if name == forwards.FOR_CPU:
         return _for_cpu(q, k, v, causal, scale)
     for dim in (0, 1):
-        if q.shape[dim] > _LARGEST_GRID:
+        if q.shape[dim] > LARGEST_GRID:
             return _in_parts(name, q, k, v, causal, scale, features, dim)
     if name == forwards.CUDNN:
         return cudnn(q, k, v, causal, scale)
@@ -126,7 +129,7 @@ def _in_parts(
     dim: int,
 ) -> Forward:
     """`_fused`, with the batch or the heads in parts that PyTorch's kernels take."""
-    parts = -(-q.shape[dim] // _LARGEST_GRID)
+    parts = -(-q.shape[dim] // LARGEST_GRID)
     size = -(-k.shape[dim] // parts)
     rows = size * (q.shape[dim] // k.shape[dim])
     if rows == q.shape[dim]:  # the query heads of one key head are too many

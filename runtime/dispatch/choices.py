@@ -45,7 +45,7 @@ def choose(problem: Problem, device_index: int, *, capturing: bool = False) -> C
         capturing: Whether the current stream is being captured into a CUDA graph: only what is ready is used then,
             whatever the variable says.
     """
-    return dispatcher.choose(problem, device_index, wait=not capturing and _waits())
+    return dispatcher.choose(problem, device_index, wait=not capturing and waits())
 
 
 def prepare(*, wait: bool = True) -> None:
@@ -257,7 +257,7 @@ class Dispatcher:
         self._tell(changed)
 
     def _make(self, generation: int, build: Build, problem: Problem, row: Row) -> None:
-        if _waits():
+        if waits():
             notices.info(f"a kernel for {problem.label} is being compiled ({row.name}: {build.config.id})")
         else:
             command = shlex.join(["tuner", "prebuild", *problem.options])
@@ -293,7 +293,8 @@ def _on_miss() -> str:
     return value
 
 
-def _waits() -> bool:
+def waits() -> bool:
+    """Whether a call waits for what it misses (``BWDTUNE_ON_MISS=wait``), and PyTorch does not serve meanwhile."""
     try:
         return _on_miss() == _WAIT
     except UsageError as error:  # never an exception in a step

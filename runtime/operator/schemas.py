@@ -87,14 +87,30 @@ def register_flop_formulas() -> None:
     """Has `torch.utils.flop_counter` count our operators by its own rule: the whole score matrix, whatever the mask."""
     from torch.utils import flop_counter
 
+    operators = torch.ops.bwdtune
+
     def matmuls(count: int, q: Sequence[int], k: Sequence[int]) -> int:
         batch, heads, seqlen_q, head_dim = q
         return count * 2 * batch * heads * seqlen_q * k[2] * head_dim
 
-    @flop_counter.register_flop_formula(torch.ops.bwdtune.attention)
+    def packed(count: int, q: torch.Tensor, starts_q: torch.Tensor, starts_kv: torch.Tensor) -> int:
+        """Waits for the device, as PyTorch's formula of packed sequences does."""
+        pairs = zip(starts_q.diff().tolist(), starts_kv.diff().tolist(), strict=True)
+        return count * 2 * q.shape[1] * q.shape[2] * sum(rows * keys for rows, keys in pairs)
+
+    @flop_counter.register_flop_formula([operators.attention, operators.forward])
     def attention(q: Sequence[int], k: Sequence[int], *unused: Any, **options: Any) -> int:
         return matmuls(2, q, k)
 
-    @flop_counter.register_flop_formula(torch.ops.bwdtune.backward)
+    @flop_counter.register_flop_formula([operators.backward, operators.forward_backward])
     def backward(dout: Sequence[int], q: Sequence[int], k: Sequence[int], *unused: Any, **options: Any) -> int:
         return matmuls(5, q, k)
+
+    @flop_counter.register_flop_formula(operators.forward_varlen, get_raw=True)
+    def forward_varlen(q: Any, k: Any, v: Any, starts_q: Any, starts_kv: Any, *unused: Any, **options: Any) -> int:
+        return packed(2, q, starts_q, starts_kv)
+
+    @flop_counter.register_flop_formula([operators.backward_varlen, operators.forward_varlen_backward], get_raw=True)
+    def backward_varlen(dout: Any, q: Any, *others: Any, **options: Any) -> int:
+        starts_q, starts_kv = (other for other in others if getattr(other, "dtype", None) == torch.int32)
+        return packed(5, q, starts_q, starts_kv)

@@ -16,6 +16,7 @@ from bwdtune.gen.render import render, template_hash
 from bwdtune.runtime import attention as attention_module
 from bwdtune.runtime import dispatch, gpu
 from bwdtune.runtime.dispatch import notices
+from bwdtune.runtime.forwards import operators
 from bwdtune.runtime.operator import native
 
 StoreWinner = Callable[..., None]
@@ -33,9 +34,10 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Dispatch to the CPU: winners for it are compiled as plain C++."""
+    """Dispatch to the CPU: winners for it are compiled as plain C++, and launched by Python, as without the operator."""
     monkeypatch.setattr(gpu, "current_device", lambda index: HOST)
     monkeypatch.setattr(attention_module, "_DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(operators, "ready", lambda: False)
     return HOST
 
 

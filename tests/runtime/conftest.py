@@ -34,7 +34,7 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Dispatch to the CPU: winners for it are compiled as plain C++, and launched by Python, as without the operator."""
+    """Dispatch to the CPU: winners for it are compiled as plain C++, and launched by Python as without the operator."""
     monkeypatch.setattr(gpu, "current_device", lambda index: HOST)
     monkeypatch.setattr(attention_module, "_DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(operators, "ready", lambda: False)

@@ -296,7 +296,7 @@ def times(arguments: argparse.Namespace, models: list[str]) -> list[dict[str, An
 
 
 def losses(arguments: argparse.Namespace, models: list[str]) -> list[dict[str, Any]]:
-    """A row for each model: the curves of two runs of PyTorch's and one of each other way, and how far apart they are."""
+    """A row for each model: two curves of PyTorch's and one of each other way, and how far apart they are."""
     rows = []
     for model in models:
         ways = ["default", "default", *(way for way in arguments.ways if way != "default")]

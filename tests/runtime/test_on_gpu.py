@@ -180,6 +180,35 @@ def test_a_cuda_graph() -> None:
     assert_near(found, expected, 1e-3)
 
 
+@pytest.mark.parametrize("ready", [False, True])
+def test_the_first_call_of_all_is_captured(
+    ready: bool, store_winner: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASES N14: what is ready is used, nothing else, and the replayed gradients are right."""
+    monkeypatch.delenv("BWDTUNE_ON_MISS")
+    problem = Problem("bf16", 2, 4, 4, 520, 520, 64, True)
+    store_winner(problem, PRESETS["v2"], device=current_device())
+    q, k, v, dout, _ = tensors(problem)
+    inputs = tuple(tensor.requires_grad_() for tensor in (q, k, v))
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(*inputs, is_causal=True), inputs, dout)
+    if ready:
+        assert bwdtune.warmup(problem).problems[0].choice.kernel
+    bwdtune.stats(reset=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = torch.autograd.grad(bwdtune.attention(*inputs, is_causal=True), inputs, dout)
+    for _ in range(2):
+        for gradient in found:
+            gradient.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_near(found, expected)
+    counted = bwdtune.stats()
+    assert sum(counted.launches.values()) == ready
+    assert sum(counted.fallbacks.values()) == (not ready)
+
+
 @needs_two_gpus
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)])
 def test_the_second_gpu(order: tuple[int, int]) -> None:

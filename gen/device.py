@@ -126,6 +126,53 @@ H100 = Device(
 )
 """NVIDIA's H100 data sheet, SXM5. Its SM is the H200's."""
 
+B200 = Device(
+    name="NVIDIA B200",
+    arch="sm_100a",
+    sm_count=148,
+    shared_memory_per_block_bytes=232_448,
+    shared_memory_per_sm_bytes=233_472,
+    registers_per_sm=65_536,
+    max_threads_per_sm=2048,
+    boost_clock_ghz=1.856,
+    peak_tflops=2250.0,
+    bandwidth_tb_s=7.7,
+)
+"""NVIDIA's HGX B200 data sheet: dense peak of `tcgen05` and bandwidth of one GPU; 148 SMs of 8192 operations a clock
+reach it at this clock. Limits of compute capability 10.0: the CUDA programming guide. Its `mma.sync`, which the kernels
+here use, is slower than that; by how much nobody has measured for this project."""
+
+GB300 = Device(
+    name="NVIDIA GB300",
+    arch="sm_103a",
+    sm_count=160,
+    shared_memory_per_block_bytes=232_448,
+    shared_memory_per_sm_bytes=233_472,
+    registers_per_sm=65_536,
+    max_threads_per_sm=2048,
+    boost_clock_ghz=1.907,
+    peak_tflops=2500.0,
+    bandwidth_tb_s=8.0,
+)
+"""NVIDIA's description of Blackwell Ultra (160 SMs, 8 TB/s) and its GB300 data sheet; the clock follows as the B200's
+does. Limits of compute capability 10.3: the CUDA programming guide."""
+
+GB10 = Device(
+    name="NVIDIA GB10",
+    arch="sm_121a",
+    sm_count=48,
+    shared_memory_per_block_bytes=101_376,
+    shared_memory_per_sm_bytes=102_400,
+    registers_per_sm=65_536,
+    max_threads_per_sm=1536,
+    boost_clock_ghz=2.52,
+    peak_tflops=61.9,
+    bandwidth_tb_s=0.273,
+)
+"""NVIDIA's DGX Spark: 6,144 CUDA cores, so 48 SMs, 273 GB/s, and 31 TFLOPS of fp32, from which the clock follows
+(NVIDIA at Hot Chips 2025). The peak is that of an RTX 5090's SM at this clock. Limits of compute capability 12.1: the
+CUDA programming guide."""
+
 HOST = Device(
     name="host CPU",
     arch=HOST_ARCH,
@@ -142,9 +189,28 @@ HOST = Device(
 """The CPU that executes a kernel as plain C++, with an H200's limits so that every kernel runs there, an emulated one
 too. It has no peak: its rates are placeholders, and no percentage is taken of them."""
 
-KNOWN_DEVICES = (RTX_5090, H200, H100, HOST)
-_BY_ARCH = {"sm_120": RTX_5090, "sm_120a": RTX_5090, "sm_90": H200, "sm_90a": H200, HOST_ARCH: HOST}
+KNOWN_DEVICES = (RTX_5090, H200, H100, B200, GB300, GB10, HOST)
+_BY_ARCH = {
+    "sm_120": RTX_5090,
+    "sm_120a": RTX_5090,
+    "sm_90": H200,
+    "sm_90a": H200,
+    "sm_100a": B200,
+    "sm_103a": GB300,
+    "sm_121a": GB10,
+    HOST_ARCH: HOST,
+}
+_SAME_SM = {"12.1": "12.0"}
 _TENSOR_FLOPS_PER_CLOCK_AND_SM = {9: 4096, 10: 8192, 12: 512}  # dense bf16, fp32 accumulation
+
+
+def alike(capability: str) -> tuple[str, ...]:
+    """Compute capabilities whose configurations serve a card: its own, then one with the same SM.
+
+    A GB10 (12.1) thus takes what is shipped for an RTX 5090 (12.0), compiled for itself.
+    """
+    same = _SAME_SM.get(capability)
+    return (capability, same) if same else (capability,)
 
 
 def device_for_arch(arch: str) -> Device:

@@ -60,14 +60,18 @@ class Toolchain:
         """What decides the result beside source, flags and version: variables by which nvcc lets people add options."""
         return "\0".join(os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
 
+    def takes(self, arch: str) -> bool:
+        """Whether this nvcc compiles for a target, such as ``sm_120a``."""
+        match = re.fullmatch(r"(sm_\d+)[af]?", arch)
+        return match is not None and match[1] in self.archs
+
     def check_arch(self, arch: str) -> None:
         """Refuses a target before anything is compiled.
 
         Raises:
             ToolchainError: This nvcc does not compile for it.
         """
-        match = re.fullmatch(r"(sm_\d+)[af]?", arch)
-        if not match or match[1] not in self.archs:
+        if not self.takes(arch):
             known = ", ".join(sorted(self.archs, key=lambda name: int(name[3:])))
             raise ToolchainError(
                 f"nvcc {self.version} ({self.nvcc}) does not compile for {arch!r}, only for {known}: "

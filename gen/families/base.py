@@ -1,8 +1,8 @@
 """What a family of kernels is to Python: its parameters, what they need and refuse, and the work of one tile.
 
 A family is a subclass of `Config`, a configuration is an instance of it. The subclass declares each parameter once
-(`parameter`); ids, stored JSON, the search space, the short form, constants for the template and the table in the docs
-follow from that declaration.
+(`parameter`): ids, stored JSON, the search space, the command line and the table in the docs follow from that
+declaration. docs/recipes.md says how to add one.
 """
 
 from __future__ import annotations
@@ -67,12 +67,6 @@ class Parameter:
     def value_of(self, number: int) -> Value:
         """The value that a number in an id or on the command line stands for; it need not be one of the choices."""
         return bool(number) if self.is_flag and number in (0, 1) else number
-
-    def cuda(self, value: Value) -> str:
-        """Its definition in CUDA, such as ``constexpr int BLOCK_Q = 64;``."""
-        kind, literal = ("bool", str(value).lower()) if self.is_flag else ("int", str(value))
-        return f"constexpr {kind} {self.name.upper()} = {literal};"
-
 
 def parameter(
     short: str,

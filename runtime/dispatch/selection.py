@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...gen.device import Device
+from ...gen.device import Device, alike
 from ...gen.families import Config
 from ...gen.problem import WINDOW, Problem, distance
 from ...gen.space import refusal
@@ -48,16 +48,18 @@ def candidates(problem: Problem, device: Device, known: Rows) -> Iterator[Row | 
     """The rows that may compute a problem, the best first, and among them why others may not.
 
     Rows for this very problem come first, then the nearest (`gen.problem.distance`). Among equals those of this model
-    of GPU come before others of its compute capability, stored winners before shipped rows, and those found without
-    another card's limits first. Left out are rows that are invalid for these sizes (`gen.space.refusal`), and those
-    whose advantage over PyTorch's default, carried over to this problem, is lost (`expected_advantage`). The first row
-    that PyTorch's default was measured to beat ends the list: nearer evidence counts.
+    of GPU come before others of its compute capability or of one with the same SM (`gen.device.alike`), stored winners
+    before shipped rows, and those found without another card's limits first. Left out are rows that are invalid for
+    these sizes (`gen.space.refusal`), and those whose advantage over PyTorch's default, carried over to this problem,
+    is lost (`expected_advantage`). The first row that PyTorch's default was measured to beat ends the list: nearer
+    evidence counts.
     """
     gpu = gpu_key(device)
+    kin = alike(gpu.capability)
     found = [
         row
         for row in known.of_kind(problem.kind)
-        if row.gpu == gpu or (row.shipped and row.gpu.capability == gpu.capability)
+        if row.gpu == gpu or (row.shipped and row.gpu.capability in kin)
     ]
     found.sort(key=lambda row: (row.problem != problem, row.gpu != gpu, distance(row.problem, problem)))
     if not found:

@@ -4,9 +4,21 @@ from typing import Any
 
 import pytest
 
-from bwdtune.gen.device import H200, HOST, RTX_5090, device_for_arch, device_from_properties
+from bwdtune.gen.device import (
+    B200,
+    GB10,
+    GB300,
+    H200,
+    HOST,
+    RTX_5090,
+    Device,
+    alike,
+    device_for_arch,
+    device_from_properties,
+)
 from bwdtune.gen.errors import UsageError
 
+CARDS = [("sm_100a", B200), ("sm_103a", GB300), ("sm_121a", GB10)]
 H200_PROPERTIES: dict[str, Any] = {
     "name": H200.name,
     "capability": (9, 0),
@@ -27,10 +39,25 @@ def test_the_5090_is_the_write_ups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "device"), [("sm_120", RTX_5090), ("sm_120a", RTX_5090), ("sm_90a", H200), ("host", HOST)]
+    ("arch", "device"),
+    [("sm_120", RTX_5090), ("sm_120a", RTX_5090), ("sm_90a", H200), *CARDS, ("host", HOST)],
 )
 def test_an_arch_stands_for_a_card(arch: str, device: object) -> None:
     assert device_for_arch(arch) is device
+
+
+@pytest.mark.parametrize(
+    ("device", "per_sm"), [(B200, 8192), (GB300, 8192), (GB10, 512), (H200, 4096), (RTX_5090, 512)]
+)
+def test_peaks_are_what_the_tensor_cores_do_in_a_clock(device: Device, per_sm: int) -> None:
+    assert device.peak_tflops == pytest.approx(device.sm_count * device.boost_clock_ghz * per_sm / 1000, rel=2e-3)
+
+
+def test_a_gb10_takes_what_an_rtx_5090_does() -> None:
+    assert alike("12.1") == ("12.1", "12.0")
+    assert alike("9.0") == ("9.0",)
+    for limit in ("shared_memory_per_block_bytes", "shared_memory_per_sm_bytes", "max_threads_per_sm"):
+        assert getattr(GB10, limit) == getattr(RTX_5090, limit)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942", ""])

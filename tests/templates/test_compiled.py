@@ -8,7 +8,8 @@ import pytest
 from covering import covering_configs, valid_presets
 
 from bwdtune.gen.build.jobs import Variant, build
-from bwdtune.gen.device import H200, RTX_5090, Device
+from bwdtune.gen.build.toolchain import find_nvcc
+from bwdtune.gen.device import H200, RTX_5090, Device, device_for_arch
 from bwdtune.gen.families import PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
@@ -58,6 +59,19 @@ def test_presets(device: Device) -> None:
         assert variant.resources.registers <= device.registers_per_sm // needs.threads
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "preset"), [("sm_100a", "t64"), ("sm_103a", "v3"), ("sm_121a", "t64")], ids=lambda value: value
+)
+def test_every_card_with_tma_has_a_kernel(arch: str, preset: str) -> None:
+    """Of the mma.sync families: wgmma is an instruction of sm_90a alone."""
+    device = device_for_arch(arch)
+    if not find_nvcc().takes(arch):
+        pytest.skip(f"this nvcc does not compile for {arch}")
+    assert_fits(SEED, PRESETS[preset], device)
+    assert refusal(SEED, PRESETS["w64"], device)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_v2_does_not_spill_on_a_5090(dtype: str, causal: bool) -> None:
@@ -98,12 +112,12 @@ WGMMA_FEATURED = (
 
 
 @pytest.mark.parametrize("dq_delayed", [False, True], ids=["", "dq_delayed"])
-def test_features_of_wgmma_kernels_do_not_spill(lag_dq: bool) -> None:
+def test_features_of_wgmma_kernels_do_not_spill(dq_delayed: bool) -> None:
     """That ptxas does not serialize them either is what the build fails for."""
     for problem in WGMMA_FEATURED:
-        config = WgmmaConfig(dq_delayed=lag_dq, v_fragments=3)
+        config = WgmmaConfig(dq_delayed=dq_delayed, v_fragments=3)
         if problem.softcap:
-            config = WgmmaConfig(lse_delta_k_step=False, dq_delayed=lag_dq, v_fragments=1)
+            config = WgmmaConfig(lse_delta_k_step=False, dq_delayed=dq_delayed, v_fragments=1)
         assert_fits(problem, config, H200)
 
 

@@ -209,9 +209,9 @@ def test_what_lies_behind_a_sequence_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("split_gqa_heads", [False, True])
-def test_keys_outside_of_all_sequences_are_left_as_they_were(split_group: bool) -> None:
+def test_keys_outside_of_all_sequences_are_left_as_they_were(split_gqa_heads: bool) -> None:
     problem = Problem("bf16", 2, 4, 2, 40, 40, 64, causal=True, varlen=True)
-    kernel = Kernel.load(library_of(problem, replace(PRESETS["v3"], split_gqa_heads=split_group)))
+    kernel = Kernel.load(library_of(problem, replace(PRESETS["v3"], split_gqa_heads=split_gqa_heads)))
     case = Case(problem, "normal", lengths=((20, 30), (40, 40)))
     inputs = make_inputs(case, torch.device("cpu"))
     tensors = [inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse]

@@ -18,6 +18,7 @@ from ...db.records import (
 )
 from ...db.shipped import Shipped, read_shipped
 from ...gen.build.jobs import Variant
+from ...gen.device import alike
 from ...gen.emulation import EMULATED_CARDS
 from ...gen.families import Config
 from ...gen.problem import Problem, distance
@@ -170,7 +171,8 @@ class SearchStore(VariantStore):
             found += (
                 one for one in self._store.winners() if (one.environment.gpu, one.limits) == (gpu, options.limits)
             )
-            found += (row for row in read_shipped() if row.kind == MEASURED and row.gpu.capability == gpu.capability)
+            kin = alike(gpu.capability)
+            found += (row for row in read_shipped() if row.kind == MEASURED and row.gpu.capability in kin)
 
         def far(other: Problem) -> tuple[bool, bool, float]:
             mine = self._problem

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from bwdtune.db.records import NO_FUSED_BACKWARD, GpuKey
-from bwdtune.gen.device import H100, H200
+from bwdtune.gen.device import GB10, H100, H200, RTX_5090
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.dispatch.records import Cause, Row
@@ -162,6 +162,16 @@ def test_other_kinds_and_other_cards() -> None:
     assert select(own, replace(elsewhere, shipped=True))  # of the same compute capability
     blackwell = replace(elsewhere, shipped=True, gpu=GpuKey("NVIDIA B200", "10.0"))
     assert not select(own, blackwell)
+
+
+def test_a_gb10_takes_what_is_shipped_for_an_rtx_5090() -> None:
+    """Its SM is the same; nothing else of another card is taken."""
+    own = problem("8_16_4096_128")
+    shipped = row("8_16_4096_128", config=PRESETS["t64"], shipped=True, gpu=GpuKey(RTX_5090.name, "12.0"))
+    asked = candidates(own, GB10, Rows((shipped, replace(shipped, gpu=GpuKey("NVIDIA B200", "10.0")))))
+    assert list(asked) == [shipped]
+    (none,) = candidates(own, GB10, Rows((replace(shipped, shipped=False),)))
+    assert isinstance(none, Refusal)
 
 
 def test_this_model_comes_before_another_of_its_capability() -> None:

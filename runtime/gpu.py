@@ -1,4 +1,7 @@
-"""What the driver says of the GPUs. Asked through its own libraries, which needs neither PyTorch nor a CUDA context."""
+"""What the driver says of the GPUs. Asked through its own libraries, which needs neither PyTorch nor a CUDA context.
+
+NVML is asked through nvidia-ml-py. The six calls to libcuda are not worth cuda-bindings: its import takes longer than
+PyTorch's first lookup may, and its releases follow the driver's, which this package does not choose."""
 
 from __future__ import annotations
 
@@ -7,21 +10,25 @@ import enum
 import functools
 import os
 import re
+import uuid
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, cast
 
 from ..db.records import Environment, GpuKey
 from ..gen.device import Device, device_from_properties
 from ..gen.errors import BwdtuneError
 
 _DRIVER = "libcuda.so.1"
-_MANAGEMENT = "libnvidia-ml.so.1"
 _DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-_SM_CLOCK = 1  # NVML_CLOCK_SM
-_INSUFFICIENT_SIZE = 7  # NVML_ERROR_INSUFFICIENT_SIZE
 _TEXT_BYTES = 256
 _UUID_BYTES = 16
+
+
+T = TypeVar("T")
 
 
 class NoGpuError(BwdtuneError):
@@ -98,10 +105,8 @@ def environment(device: Device, toolkit: str) -> Environment:
 
 def driver_version() -> str:
     """The driver's version, such as ``580.95.05``; ``unknown`` where nothing says it."""
-    management = _management()
-    text = ctypes.create_string_buffer(_TEXT_BYTES)
-    if management and management.nvmlSystemGetDriverVersion(text, _TEXT_BYTES) == 0:
-        return text.value.decode(errors="replace")
+    if said := _ask_nvml(lambda nvml: str(nvml.nvmlSystemGetDriverVersion())):
+        return said
     try:
         match = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER_VERSION_FILE.read_text())
     except OSError:
@@ -111,21 +116,12 @@ def driver_version() -> str:
 
 def sm_clock_mhz(index: int) -> float | None:
     """The SM clock of a GPU at this moment, where the driver's management library says it."""
-    managed = _managed(index)
-    clock = ctypes.c_uint()
-    if not managed or managed[0].nvmlDeviceGetClockInfo(managed[1], _SM_CLOCK, ctypes.byref(clock)):
-        return None
-    return float(clock.value)
+    return _ask_nvml(lambda nvml: float(nvml.nvmlDeviceGetClockInfo(_nvml_handle(index), nvml.NVML_CLOCK_SM)))
 
 
 def compute_processes(index: int) -> int | None:
     """How many processes use a GPU to compute, this one included, where the driver's management library says it."""
-    managed = _managed(index)
-    if not managed:
-        return None
-    count = ctypes.c_uint(0)  # room for none: the answer is the number there are
-    status = managed[0].nvmlDeviceGetComputeRunningProcesses_v3(managed[1], ctypes.byref(count), None)
-    return count.value if status in (0, _INSUFFICIENT_SIZE) else None
+    return _ask_nvml(lambda nvml: len(nvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(index))))
 
 
 @functools.cache
@@ -160,25 +156,32 @@ def _check(status: int) -> None:
 
 
 @functools.cache
-def _management() -> ctypes.CDLL | None:
+def _nvml() -> ModuleType | None:
+    """The driver's management library; None where there is none."""
+    import pynvml  # type: ignore[import-untyped]  # only here: whoever asks nothing of it does not wait for it
+
     try:
-        management = ctypes.CDLL(_MANAGEMENT)
-        return management if management.nvmlInit_v2() == 0 else None
-    except (OSError, AttributeError):
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         return None
+    return cast(ModuleType, pynvml)
 
 
 @functools.cache
-def _managed(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
-    """The management library and its handle of a GPU: it numbers them otherwise, but knows CUDA's unique ids."""
-    management = _management()
-    if not management:
-        return None
+def _nvml_handle(index: int) -> Any:
+    """NVML numbers GPUs otherwise than CUDA, but knows CUDA's unique ids."""
     raw = (ctypes.c_ubyte * _UUID_BYTES)()
     _check(_driver().cuDeviceGetUuid(raw, _handle(index)))
-    digits = bytes(raw).hex()
-    uuid = "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
-    handle = ctypes.c_void_p()
-    if management.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
+    nvml = _nvml()
+    return nvml and nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=bytes(raw))}")
+
+
+def _ask_nvml(question: Callable[[Any], T]) -> T | None:
+    """What the management library answers; None where it does not: there is none, or it does not know that."""
+    nvml = _nvml()
+    if nvml is None:
         return None
-    return management, handle
+    try:
+        return question(nvml)
+    except nvml.NVMLError:
+        return None

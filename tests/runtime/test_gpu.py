@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from bwdtune.db.records import GpuKey
@@ -14,7 +16,7 @@ from bwdtune.gen.device import HOST, RTX_5090
 from bwdtune.gen.errors import UsageError
 from bwdtune.runtime import gpu
 
-_CACHED = (gpu.current_device, gpu._driver, gpu._management, gpu._managed)
+_CACHED = (gpu.current_device, gpu._driver, gpu._nvml, gpu._nvml_handle)
 
 
 @pytest.fixture
@@ -32,11 +34,18 @@ def install_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         compiler = os.environ.get("CXX", "g++")
         subprocess.run([compiler, "-shared", "-fPIC", *flags, str(source), "-o", str(library)], check=True)
         monkeypatch.setattr(gpu, "_DRIVER", str(library))
-        monkeypatch.setattr(gpu, "_MANAGEMENT", str(library))
+        use_nvml(str(library), monkeypatch)
         clear()
 
     yield install
     clear()
+
+
+def use_nvml(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has nvidia-ml-py load that library in the place of the driver's."""
+    monkeypatch.setattr(pynvml, "CDLL", lambda _: ctypes.CDLL(library))
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
 
 
 def test_a_cards_limits(install_driver: Callable[..., None]) -> None:
@@ -91,8 +100,8 @@ def test_a_driver_that_does_not_start(install_driver: Callable[..., None]) -> No
 
 def test_no_driver(install_driver: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install_driver()
-    for name in ("_DRIVER", "_MANAGEMENT"):
-        monkeypatch.setattr(gpu, name, "libmissing.so.1")
+    monkeypatch.setattr(gpu, "_DRIVER", "libmissing.so.1")
+    use_nvml("libmissing.so.1", monkeypatch)
     monkeypatch.setattr(gpu, "_DRIVER_VERSION_FILE", tmp_path / "version")
     with pytest.raises(gpu.NoGpuError, match=r"there is no NVIDIA driver \(libmissing.so.1 is not found\)"):
         gpu.current_device()

@@ -48,7 +48,9 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
   }
 }
 
-int nvmlInit_v2() { return 0; }
+int nvmlInitWithFlags(unsigned) { return 0; }
+
+const char* nvmlErrorString(int) { return "an error"; }
 
 int nvmlSystemGetDriverVersion(char* text, unsigned length) {
   std::strncpy(text, "580.95.05", length);
@@ -66,8 +68,8 @@ int nvmlDeviceGetClockInfo(void*, int type, unsigned* mhz) {
   return 0;
 }
 
-int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* count, void*) {
+int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* count, void* processes) {
   *count = 3;
-  return 7;
+  return processes ? 0 : 7;
 }
 }

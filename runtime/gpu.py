@@ -158,7 +158,7 @@ def _check(status: int) -> None:
 @functools.cache
 def _nvml() -> ModuleType | None:
     """The driver's management library; None where there is none."""
-    import pynvml  # type: ignore[import-untyped]  # only here: whoever asks nothing of it does not wait for it
+    import pynvml  # only here: whoever asks nothing of it does not wait for it
 
     try:
         pynvml.nvmlInit()

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .context import kernel_context
 from .device import H200, Device
 from .emulation import emulation
 from .errors import UsageError
 from .families import Config
-from .problem import FLAGS, Problem
+from .problem import Problem
 
 if TYPE_CHECKING:
     import jinja2
@@ -73,16 +74,8 @@ def render(
     probed = cycles or emulate is not None
     if probed and not config.has_probe:
         raise UsageError(f"{config.group} kernels do not count their cycles, and keep to no other card's pace")
-    text = template.render(
-        kind=problem.kind,
-        dtype=problem.dtype,
-        head_dim=problem.head_dim,
-        mask=problem.mask,
-        **{name: getattr(problem, name) for name in FLAGS},
-        config=config,
-        pace=emulation(emulate, card) if emulate else None,
-        probed=probed,
-    )
+    pace = emulation(emulate, card) if emulate else None
+    text = template.render(kernel=kernel_context(problem, config, pace, probed))
     return Source(problem.kind, config, text, emulate, probed)
 
 
@@ -146,5 +139,6 @@ def environment() -> jinja2.Environment:
         autoescape=False,
     )
     # Plain headers go in as they are: PTX's `{%0, ...}` is not Jinja's.
+    found.filters["cpp"] = lambda value: str(value).lower() if isinstance(value, bool) else str(value)
     found.globals["header"] = lambda name: (TEMPLATES / name).read_text(encoding="utf-8").rstrip()
     return found

@@ -72,7 +72,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 }
 
 // The value itself, which the compiler takes for a new one: what is computed from it is computed again.
-__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+__device__ __forceinline__ uint32_t optimization_barrier(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }

@@ -126,7 +126,7 @@ inline float reciprocal_approx(float x) {
   return fabsf(y) < 0x1p-126f ? copysignf(0.0f, y) : y;
 }
 
-inline uint32_t opaque(uint32_t value) { return value; }
+inline uint32_t optimization_barrier(uint32_t value) { return value; }
 
 // ---- threads ----
 
@@ -283,8 +283,8 @@ inline uint32_t fetch_add_global(uint32_t* pointer, uint32_t value, int line = _
 }
 
 // A kernel runs when the one before it has ended, also where it may overlap it: that it waits is checked.
-inline void allow_next_kernel() {}
-inline void wait_for_kernel_before() { current_fiber->waited_for_kernel_before = true; }
+inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_wait() { current_fiber->waited_for_kernel_before = true; }
 
 // Blocks run to their end one after another on an OS thread: a word that waits for a later block would never change. The block's
 // other threads go on meanwhile.
@@ -736,7 +736,7 @@ void wgmma_wait(int line = __builtin_LINE()) {
 }
 
 template <int N>
-void pin(float (&)[N]) {}
+void wgmma_fence_operand(float (&)[N]) {}
 
 // A matrix of 16 (k) x `count` elements in shared memory, read by rows of k. Of the descriptor: bits 0-13 start address / 16,
 // 16-29 leading byte offset / 16, 32-45 stride byte offset / 16, 62-63 swizzle: 1, 2, 3 for 128, 64 and 32 bytes.

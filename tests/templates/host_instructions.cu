@@ -213,7 +213,7 @@ __global__ void wgmma_kernel(const __grid_constant__ Wgmma w) {
   ptx::wgmma_commit();
   for (int i = 0; i < N / 2; i++) w.before_wait[N / 2 * threadIdx.x + i] = accumulator[i];
   ptx::wgmma_wait<0>();
-  ptx::pin(accumulator);
+  ptx::wgmma_fence_operand(accumulator);
   for (int i = 0; i < N / 2; i++) w.accumulator[N / 2 * threadIdx.x + i] = accumulator[i];
 }
 

@@ -334,10 +334,10 @@ MUTATIONS: dict[str, tuple[str, str]] = {
 }
 TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
     "dS overwritten while others read it": ("t64", "ptx::mbarrier_wait(ds_empty, (i + 1) % 2);", ""),
-    "dS read before it is whole": ("t64", "ptx::mbarrier_wait(ds_full + 8 * part, ptx::opaque(i) % 2);", ""),
+    "dS read before it is whole": ("t64", "ptx::mbarrier_wait(ds_full + 8 * part, ptx::optimization_barrier(i) % 2);", ""),
     "dS of other pairs read before it is whole": (
         "t128",
-        "if (step > 0) ptx::mbarrier_wait(ds_full + 8 * part, ptx::opaque(i) % 2);",
+        "if (step > 0) ptx::mbarrier_wait(ds_full + 8 * part, ptx::optimization_barrier(i) % 2);",
         "",
     ),
     "dS of one part times K of another": ("t64", "k_tile + (part * PART_KEYS", "k_tile + (own_part * PART_KEYS"),
@@ -374,8 +374,8 @@ TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
     ),
     "dK is another item's": ("t64", "const Item stored(arguments, noted / 2);", "const Item stored(arguments, 0);"),
     "every item is a block's first": ("t64", "parity = 1 - noted % 2;", "parity = 0;"),
-    "a kernel that does not wait for the one before": ("t64", "ptx::wait_for_kernel_before();", ""),
-    "warpgroups that do not wait for the kernel before": ("w64", "ptx::wait_for_kernel_before();", ""),
+    "a kernel that does not wait for the one before": ("t64", "ptx::griddepcontrol_wait();", ""),
+    "warpgroups that do not wait for the kernel before": ("w64", "ptx::griddepcontrol_wait();", ""),
 }
 MUTATED_PROBLEM = problem_of("bf16", 64, True)
 

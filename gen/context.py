@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .families import Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
 from .emulation import Emulation
+from .families import Config, MmaConfig, TransposedMmaConfig, WgmmaConfig, ceil_div
+from .families.base import FRAGMENT_COLUMNS, MMA_K
+from .families.wgmma import CONVERTED_ROWS, ZEROS_BYTES
 from .problem import CAUSAL, FLAGS, FULL, WINDOW, Problem
-
-_FRAGMENT_PAIR_COLUMNS = 16  # ldmatrix.x4 reads two B fragments of 8 columns at a time
-_WGMMA_PANEL_COLUMNS = 64
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class KernelContext:
 
     @property
     def seqlen_q(self) -> str:
-        """The number of queries of a sequence, as an expression: where it is an argument, no register has to hold it."""
+        """The queries of a sequence, as an expression: where it is an argument, no register has to hold it."""
         return "seqlen_q" if self.varlen else "arguments.seqlen_q"
 
     @property
@@ -223,7 +222,7 @@ class MmatContext(KernelContext):
         """Whether the column groups of dK and dV, and the column warps of dQ, have all the same columns."""
         dkv_groups = self.config.query_groups if self.exchanges else 1
         dq_warps = self.config.num_warps // self.config.dq_row_warps
-        return all(self.head_dim % (_FRAGMENT_PAIR_COLUMNS * parts) == 0 for parts in (dkv_groups, dq_warps))
+        return all(self.head_dim % (FRAGMENT_COLUMNS * parts) == 0 for parts in (dkv_groups, dq_warps))
 
     @property
     def converts_p(self) -> bool:
@@ -253,9 +252,18 @@ class WgmmaContext(KernelContext):
     @property
     def wgmma_widths(self) -> list[int]:
         """The n of all wgmma: of S and dP, of dK and dV, of dQ."""
-        block_q, columns = self.config.block_q, -(-self.head_dim // 16) * 16
-        dq_queries = block_q if self.head_dim > _WGMMA_PANEL_COLUMNS else block_q // 2
-        return sorted({block_q, columns, dq_queries})
+        columns = ceil_div(self.head_dim, MMA_K) * MMA_K
+        return sorted({self.config.block_q, columns, self.config.dq_queries(self.head_dim)})
+
+    @property
+    def converted_rows(self) -> int:
+        """Rows of dQ that are converted at a time."""
+        return CONVERTED_ROWS
+
+    @property
+    def zeros_bytes(self) -> int:
+        """Zeros in shared memory that slots of dQ are cleared with."""
+        return ZEROS_BYTES
 
     @property
     def evaluates_mask(self) -> bool:

@@ -28,8 +28,8 @@ _PANEL_COLUMNS = 64
 _STAGES = 2  # of Q and of dO, and of dS
 _ITEM_STAGES = 8
 _BARRIERS = 21 + 2 * _ITEM_STAGES
-_ZEROS_BYTES = 2048  # that dQ's places are cleared with where the kernel converts dQ
-_CONVERTED_ROWS = 32  # of dQ, that the warp which converts it takes at a time
+ZEROS_BYTES = 2048  # that dQ's places are cleared with where the kernel converts dQ
+CONVERTED_ROWS = 32  # of dQ, that the warp which converts it takes at a time
 _WORKING_REGISTERS = 28
 _MMA_REGISTERS = 240  # what is left to each of 256 computing threads where 128 others have 24
 
@@ -63,8 +63,8 @@ class WgmmaConfig(Config):
         ),
         Contradiction(
             ("block_q", "dq_epilogue_in_kernel"),
-            lambda block_q, in_kernel: in_kernel and block_q % _CONVERTED_ROWS != 0,
-            f"dQ is converted by {_CONVERTED_ROWS} rows at a time: a tile has {{block_q}}",
+            lambda block_q, in_kernel: in_kernel and block_q % CONVERTED_ROWS != 0,
+            f"dQ is converted by {CONVERTED_ROWS} rows at a time: a tile has {{block_q}}",
         ),
         Contradiction(
             ("store_first", "dq_epilogue_in_kernel"),
@@ -208,7 +208,7 @@ class WgmmaConfig(Config):
         if self.dq_epilogue_in_kernel:
             # Sums on their way in, the last ones converted, and more zeros.
             row_bytes_of_part = _PANEL_COLUMNS * (self.sums_stages * ACCUMULATOR_BYTES + problem.element_bytes)
-            zeros, converted = _ZEROS_BYTES, _CONVERTED_ROWS * row_bytes_of_part
+            zeros, converted = ZEROS_BYTES, CONVERTED_ROWS * row_bytes_of_part
         barriers = (_BARRIERS + self.sums_stages) * BARRIER_BYTES
         tiles = keys + queries + ds + dq + converted
         return tiles + 2 * stages * statistics + zeros + barriers + _ITEM_STAGES * INDEX_BYTES

@@ -82,7 +82,7 @@ typedef struct bwdtune_info {
 } bwdtune_info;
 
 /* Bytes of workspace for these sizes: fp32 dq and two floats a row, in whole tiles; fp32 dk and dv where several blocks add to
- * them; and counters. Negative: an error code. Reads the sizes alone. */
+ * them; and counters. Negative: an error code. Reads the sizes, and `device` where its number of SMs matters. */
 BWDTUNE_EXPORT int64_t bwdtune_workspace_bytes(const bwdtune_arguments* arguments);
 
 /* Enqueues the backward. 0: enqueued; negative: refused before anything was launched; positive: a cudaError_t. */

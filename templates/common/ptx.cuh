@@ -71,7 +71,8 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// The value itself, which the compiler takes for a new one: what is computed from it is computed again.
+// An optimisation barrier: the value itself, which the compiler takes for a new one. What depends on it is computed again rather
+// than kept in registers.
 __device__ __forceinline__ uint32_t optimization_barrier(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -258,10 +259,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
-}
-
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Copies one box of a 4-D tensor to shared memory and counts its bytes on `barrier`. The destination is named .shared::cta:

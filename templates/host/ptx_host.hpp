@@ -359,8 +359,6 @@ inline const bwdtune_host::TensorMap& tensor_map_of(const CUtensorMap* map, int 
   return decoded;
 }
 
-inline void prefetch_tensor_map(const CUtensorMap* map, int line = __builtin_LINE()) { tensor_map_of(map, line); }
-
 // One row of a box: `columns` elements from `row` on into `to`, whose shared address is `address`. Elements before the first
 // or past the last column, and all of a row that lies outside (null), are zero. The swizzle permutes 16-byte chunks: the
 // address' bits 4 and up are xored with as many of its bits 7 and up.

@@ -119,7 +119,6 @@ __global__ void box_kernel(const __grid_constant__ Box a) {
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(barrier, 1);
     ptx::mbarrier_fence_init();
-    ptx::prefetch_tensor_map(&a.map);
     ptx::mbarrier_arrive_expect_tx(barrier, a.bytes);
     ptx::tma_load_4d(tile, &a.map, a.coordinates[0], a.coordinates[1], a.coordinates[2], a.coordinates[3], barrier);
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,19 +205,15 @@ def test_launches_from_two_threads(preset: str, deterministic: bool) -> None:
             assert not any(of_launch[0 if deterministic else 1 :])  # dQ's additions may have no order
 
 
-# ---- places for dQ that are used again ----
+# ---- slots for dQ that are used again ----
 
 MANY_HEADS = Problem.parse("1_20_300_64", causal=True)
 
 
-def with_few_places(problem: Problem, config: Config, *changes: tuple[str, str]) -> Source:
-    """Places for fewer heads than the problem has: as of a card that computes one item at a time."""
-    source = render(problem, config)
-    text = source.text
-    for old, new in (("ITEMS_BESIDE = 132;", "ITEMS_BESIDE = 1;"), *changes):
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return dataclasses.replace(source, text=text)
+@pytest.fixture
+def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots for fewer heads than the problem has: as on a card that computes one item at a time."""
+    monkeypatch.setenv("BWDTUNE_HOST_SM_COUNT", "1")
 
 
 @pytest.mark.parametrize("threads", ["1", "2", "4"])
@@ -235,11 +232,12 @@ def with_few_places(problem: Problem, config: Config, *changes: tuple[str, str])
     ],
     ids=["causal", "groups", "window"],
 )
-def test_a_place_for_dq_is_used_again(
+@pytest.mark.usefixtures("_few_slots")
+def test_a_slot_for_dq_is_used_again(
     problem: Problem, config: Config, threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", threads)
-    record = VERIFIER.verify_at(problem, load(with_few_places(problem, config)))
+    record = VERIFIER.verify_at(problem, load(render(problem, config)))
     assert record.passed, record.reason
 
 
@@ -251,10 +249,11 @@ def test_a_place_for_dq_is_used_again(
     ],
     ids=["is not cleared", "is converted too early"],
 )
-def test_it_is_caught_that_a_place_for_dq(change: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_few_slots")
+def test_it_is_caught_that_a_slot_for_dq(change: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", "1")
     config = dataclasses.replace(PRESETS["w64conv"], l2_head_group=4)
-    assert not VERIFIER.verify_at(MANY_HEADS, load(with_few_places(MANY_HEADS, config, change))).passed
+    assert not VERIFIER.verify_at(MANY_HEADS, load(mutated("slot", *change, config, MANY_HEADS))).passed
 
 
 # ---- offsets past 2^31 ----
@@ -293,9 +292,9 @@ MUTATIONS: dict[str, tuple[str, str]] = {
         "kv_start > query_start + high",
     ),
     "a query tile too few": ("return kv_start / BLOCK_Q;", "return kv_start / BLOCK_Q + 1;"),
-    "the first query head again": ("place = {place.head + 1, first_place.start}", "place = first_place"),
-    "another row's statistics": ("lane_row + half * 8;\n      statistics", "lane_row + half * 4;\n      statistics"),
-    "delta with the wrong sign": ("+ i] - statistics[half].y)", "+ i] + statistics[half].y)"),
+    "the first query head again": ("{place.head + 1, first}", "{place.head, first}"),
+    "another row's statistics": ("lane_row + half * 8;\n      lse_delta", "lane_row + half * 4;\n      lse_delta"),
+    "delta with the wrong sign": ("+ i] - lse_delta[half].y)", "+ i] + lse_delta[half].y)"),
     "rows and columns of A^T swapped": (
         "columns_first_row = lane % 8 + lane / 16 * 8",
         "columns_first_row = lane % 16",
@@ -305,10 +304,10 @@ MUTATIONS: dict[str, tuple[str, str]] = {
         "in_panel / 8 ^ chunk_permutation(row + 1)",
     ),
     "no barrier before the products": (
-        "// P and dS are whole: the products below read what other warps wrote.\n    ptx::sync_threads();",
-        "",
+        "ptx::pack<Element>(ds[0], ds[1]));\n      }\n    ptx::sync_threads();",
+        "ptx::pack<Element>(ds[0], ds[1]));\n      }",
     ),
-    "no barrier between iterations": ("armed again.\n    ptx::sync_threads();", ""),
+    "no barrier between iterations": ("QUERY_BARRIERS % 2);\n    ptx::sync_threads();", "QUERY_BARRIERS % 2);"),
     "always the first phase": ("iteration / QUERY_BARRIERS % 2)", "0)"),
     "half of the bytes expected": ("(barrier, 2 * QUERY_TILE_BYTES)", "(barrier, QUERY_TILE_BYTES)"),
     "a tile loaded into the stage in use": (
@@ -325,7 +324,7 @@ MUTATIONS: dict[str, tuple[str, str]] = {
         "column, first_key + kv_start, kv_head, batch, kv_barrier",
         "column, first_key + kv_start, batch, kv_head, kv_barrier",
     ),
-    "keys past the end": ("return min(row + high, seqlen_kv - 1)", "return row + high"),
+    "keys past the end": ("return min(row + mask.high, seqlen_kv - 1)", "return row + mask.high"),
     "dK without the scale": ("dk_pair[0] * arguments.scale", "dk_pair[0]"),
     "two keys change places": (
         "ptx::mma_m16n8k16<Element>(dq[n], ds, k[0], k[1])",
@@ -334,7 +333,11 @@ MUTATIONS: dict[str, tuple[str, str]] = {
 }
 TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
     "dS overwritten while others read it": ("t64", "ptx::mbarrier_wait(ds_empty, (i + 1) % 2);", ""),
-    "dS read before it is whole": ("t64", "ptx::mbarrier_wait(ds_full + 8 * part, ptx::optimization_barrier(i) % 2);", ""),
+    "dS read before it is whole": (
+        "t64",
+        "ptx::mbarrier_wait(ds_full + 8 * part, ptx::optimization_barrier(i) % 2);",
+        "",
+    ),
     "dS of other pairs read before it is whole": (
         "t128",
         "if (step > 0) ptx::mbarrier_wait(ds_full + 8 * part, ptx::optimization_barrier(i) % 2);",
@@ -361,7 +364,7 @@ TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
     "P read in another type": ("t128", "ptx::unpack<HeldP>(pairs[j])", "ptx::unpack<Element>(pairs[j])"),
     "P left scaled": ("t128", "dv[m][n + 1], P_UNIT, ", "dv[m][n + 1], 1.0f, "),
     "delta added": ("t64", "isinf(lse) ? 0.0f : -delta", "isinf(lse) ? 0.0f : delta"),
-    "one group's heads again": ("t64", "group * HEAD_GROUP + in_group % group_heads", "group * HEAD_GROUP"),
+    "one group's heads again": ("t64", "group * L2_HEAD_GROUP + in_group % group_heads", "group * L2_HEAD_GROUP"),
     "dQ of another row block": ("t128", "+ dq_row_warp * MMA_M * HEAD_DIM", ""),
     "halves of a block swapped": ("t64", "lane / 4 + lane % 4 / 2 * 8", "lane / 4 + (1 - lane % 4 / 2) * 8"),
     "keys past the end, transposed": ("t128", "if (key > last_key || ", "if ("),
@@ -397,7 +400,7 @@ SPLIT_MUTATIONS: dict[str, tuple[str, str]] = {
         "query_head / (arguments.heads_q / arguments.heads_kv)",
         "query_head % arguments.heads_kv",
     ),
-    "dV's sum is not cleared": ("  float delta = 0.0f;", "  if (gradient == 2) return;\n  float delta = 0.0f;"),
+    "dV's sum is not cleared": ("  float delta = 0.0f;", "  if (of.gradient == 2) return;\n  float delta = 0.0f;"),
     "dV is dK's sum": ("key_rows(a.dv, main.dv_accumulator", "key_rows(a.dv, main.dk_accumulator"),
     "dV with dK's scale": ("main.dv_accumulator, 1.0f)", "main.dv_accumulator, a.scale)"),
     "the sums of one key head for all": (
@@ -405,8 +408,11 @@ SPLIT_MUTATIONS: dict[str, tuple[str, str]] = {
         "* 1) * arguments.seqlen_kv",
     ),
     "a sum past the end": ("rows_left = arguments.seqlen_kv - key;", "rows_left = BLOCK_KV;"),
-    "a workspace for dK alone": ("+ 2 * dkv_accumulator_elements(a)", "+ dkv_accumulator_elements(a)"),
-    "the last rows are not converted": ("= query_row_blocks(a) + 2 *", "= query_row_blocks(a) - 1 + 2 *"),
+    "a workspace for dK alone": (
+        "dv_accumulator = take(key_rows * HEAD_DIM",
+        "dv_accumulator = take(0 * key_rows * HEAD_DIM",
+    ),
+    "the last rows are not converted": ("return query_row_blocks(a) + 2 *", "return query_row_blocks(a) - 1 + 2 *"),
 }
 
 TRANSPOSED_FEATURE_MUTATIONS: dict[str, tuple[str, str, str]] = {
@@ -434,14 +440,14 @@ FEATURED_PROBLEM = dataclasses.replace(
 
 WGMMA_MUTATIONS: dict[str, tuple[str, str]] = {
     "half a tile is skipped that is not dead": (
-        "kv_start > query_start + BLOCK_Q - 1 + high",
-        "kv_start > query_start + high",
+        "kv_start > query_start + BLOCK_Q - 1 + mask.high",
+        "kv_start > query_start + mask.high",
     ),
-    "a key's queries begin one too late": ("key - high : INT_MAX", "key - high + 1 : INT_MAX"),
-    "a key's queries end one too late": ("return key - low;", "return key - low + 1;"),
+    "a key's queries begin one too late": ("key - mask.high : INT_MAX", "key - mask.high + 1 : INT_MAX"),
+    "a key's queries end one too late": ("return key - mask.low;", "return key - mask.low + 1;"),
     "the next head begins a tile too late": (
-        "query_start >= item.end_query_start",
-        "query_start > item.end_query_start",
+        "query_start >= item.end_of_queries(arguments)",
+        "query_start > item.end_of_queries(arguments)",
     ),
 }
 WGMMA_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, window_left=70, window_right=37, bottom_right=True)
@@ -453,8 +459,8 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     "dQ is added to another tile's": (
         dataclasses.replace(PRESETS["w64lag"], dq_bulk_reduce=False),
         MUTATED_PROBLEM,
-        "if (LAG_DQ) find_dq();\n      tile++;\n      iterations--;\n      query_start += BLOCK_Q;",
-        "tile++;\n      iterations--;\n      query_start += BLOCK_Q;\n      if (LAG_DQ) find_dq();",
+        "if (DQ_DELAYED) find_dq();\n      tile++;\n      iterations--;\n      query_start += BLOCK_Q;",
+        "tile++;\n      iterations--;\n      query_start += BLOCK_Q;\n      if (DQ_DELAYED) find_dq();",
     ),
     "sums that come over what is still read": (
         PRESETS["w64conv"],
@@ -483,8 +489,8 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     "counted dQ that copies are not ordered after": (
         PRESETS["w64conv"],
         MUTATED_PROBLEM,
-        "ptx::fence_proxy_async();\n      for (int i = 0; i < SUMS_STAGES",
-        "for (int i = 0; i < SUMS_STAGES",
+        "ptx::fence_proxy_async();\n      for (int i = 0; i < DQ_SUMS_STAGES",
+        "for (int i = 0; i < DQ_SUMS_STAGES",
     ),
     "dQ staged over what a copy still reads": (
         BULK,
@@ -515,14 +521,14 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     "a block ends before its copies": (
         BULK,
         MUTATED_PROBLEM,
-        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n    // The item again",
-        "// The item again",
+        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n    ptx::sync_warp();",
+        "ptx::sync_warp();",
     ),
     "dK's parts over what a copy still reads": (
         BULK_OF_TWO_GROUPS,
         MUTATED_PROBLEM,
-        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n    // The item again",
-        "// The item again",
+        "if (ptx::elect_one()) ptx::bulk_wait_read<0>();\n    ptx::sync_warp();",
+        "ptx::sync_warp();",
     ),
     "the last fragment of an odd number is left out": (
         BULK,
@@ -545,25 +551,25 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     "copies that are not ordered after the turn": (
         BULK,
         DETERMINISTIC_PROBLEM,
-        "my_turn);\n        ptx::fence_proxy_async();",
-        "my_turn);",
+        "tiles_before);\n        ptx::fence_proxy_async();",
+        "tiles_before);",
     ),
     "the turn is over when a warpgroup's dQ is only read": (
         PRESETS["w64"],
         DETERMINISTIC_PROBLEM,
-        "ptx::bulk_wait<1>();\n        hand_on();",
-        "hand_on();",
+        "ptx::bulk_wait<1>();\n        release();",
+        "release();",
     ),
     "a warpgroup's turn that is not ordered after its copies": (
         PRESETS["w64first"],
         DETERMINISTIC_PROBLEM,
-        "ptx::fence_proxy_async();\n    ptx::release_global(last_turn",
-        "ptx::release_global(last_turn",
+        "ptx::fence_proxy_async();\n    ptx::release_global(last_semaphore",
+        "ptx::release_global(last_semaphore",
     ),
     "the first one adds too": (
         PRESETS["w64first"],
         DETERMINISTIC_PROBLEM,
-        "if (before_me == 0)\n          ptx::bulk_store",
+        "if (tiles_before == 0)\n          ptx::bulk_store",
         "if (false)\n          ptx::bulk_store",
     ),
     "dQ's first floats twice": (
@@ -581,12 +587,19 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
 }
 
 
+def without_comments(text: str) -> str:
+    """The code alone, its layout kept: what a fault is planted in does not depend on what a comment says."""
+    return re.sub(r"^[ \t]*//.*\n|[ \t]*//.*$", "", text, flags=re.MULTILINE)
+
+
 def mutated(
     name: str, old: str, new: str, config: Config = PRESETS["v3"], problem: Problem = MUTATED_PROBLEM
 ) -> Source:
+    """The kernel with a fault: all places where its code, comments aside, has one text get another."""
     right = render(problem, config)
-    assert old in right.text, f"{name}: the template no longer says {old!r}"
-    return Source(right.kind, right.config, right.text.replace(old, new))
+    code = without_comments(right.text)
+    assert old in code, f"{name}: the code no longer has {old!r}"
+    return Source(right.kind, right.config, code.replace(old, new))
 
 
 @functools.cache

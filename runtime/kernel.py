@@ -342,7 +342,7 @@ class Kernel:
         seqlen_kv: int,
         positions: tuple[int, int] | None = None,
     ) -> int:
-        """Bytes of scratch memory that a launch at these sizes needs.
+        """Bytes of scratch memory that a launch at these sizes needs, on the current device.
 
         Args:
             batch: B; with packed sequences their number.
@@ -367,6 +367,7 @@ class Kernel:
             window_right=UNLIMITED,
             positions_q=positions_q,
             positions_kv=positions_kv,
+            device=torch.cuda.current_device() if self._register is None and torch.cuda.is_available() else 0,
         )
         needed: int = self._workspace_bytes(ctypes.byref(arguments))
         if needed < 0:

@@ -11,20 +11,21 @@ import torch.nn.attention
 from ..gen.errors import BwdtuneError
 from . import dispatch, operator
 from .dispatch import notices
+from .operator.aten import CUDA_BACKWARDS, AtenBackward
 
 _lock = threading.Lock()
 _IMPLEMENTATION = "bwdtune"
 
-AtenBackward = tuple[str, str]
-ATEN_BACKWARDS: list[AtenBackward] = [(name, "CUDA") for name in operator.ATEN_BACKWARDS if "_for_cpu" not in name]
-"""The operators of aten, with their dispatch keys, whose implementation ours becomes. Tests add the CPU's."""
+ATEN_BACKWARDS: list[tuple[AtenBackward, str]] = [(backward, "CUDA") for backward in CUDA_BACKWARDS]
+"""The operators of aten, with their dispatch keys, whose implementation ours becomes. Tests take the CPU's."""
 
 
 class _Enabled:
-    """Who wants it: `enable` once, and every ``with`` block that is entered."""
+    """Who wants it: `enable` once, and every ``with`` block that is entered; and what does it."""
 
     by_call = False
     blocks = 0
+    overriding: operator.Native | operator.PythonOverrides | None = None
 
 
 def enable() -> None:
@@ -36,8 +37,8 @@ def enable() -> None:
     whole process; calling it again changes nothing. Safe between threads.
 
     The database is read here, so that no step has to. The first call on a machine builds the operator (half a minute of
-    a C++ compiler). Where it cannot be built
-    PyTorch's backward stays, and one line in the log of ``bwdtune`` says why.
+    a C++ compiler). Where it cannot be built, Python does its work since PyTorch 2.10, and before it PyTorch's backward
+    stays; one line in the log of ``bwdtune`` says so.
 
     Raises:
         UsageError: ``BWDTUNE_ON_MISS`` has a value that means nothing.
@@ -79,18 +80,17 @@ def _changing() -> Iterator[None]:
     with _lock:
         yield
         on = _Enabled.by_call or _Enabled.blocks > 0
-        native = operator.loaded()
-        if on and native is None:
-            native = _loaded()
-        if native:
-            for name, dispatch_key in ATEN_BACKWARDS if on else ():
-                native.install(name, dispatch_key)
-            native.enable(on)
+        if on and not _Enabled.overriding:
+            _Enabled.overriding = _overriding()
+        if overriding := _Enabled.overriding:
+            for backward, dispatch_key in ATEN_BACKWARDS if on else ():
+                overriding.install(backward, dispatch_key)
+            overriding.enable(on)
 
 
-def _loaded() -> operator.Native | None:
+def _overriding() -> operator.Native | operator.PythonOverrides | None:
     try:
-        return operator.load()
+        return operator.overriding()
     except BwdtuneError as error:
         notices.warn_once("operator", f"PyTorch's attention keeps its own backward: {error}")
         return None

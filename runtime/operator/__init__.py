@@ -44,12 +44,17 @@ their inputs.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TypedDict
 
+from ...gen.errors import BwdtuneError
+from ..dispatch import notices
+from . import overrides
 from . import schemas as schemas  # defines the operators
-from .native import ATEN_BACKWARDS, Native, load, loaded
+from .native import Native, load, loaded
+from .overrides import PythonOverrides
 
-__all__ = ["ATEN_BACKWARDS", "Counters", "Native", "counters", "load", "loaded"]
+__all__ = ["Counters", "Native", "PythonOverrides", "counters", "load", "loaded", "overriding"]
 
 
 class Counters(TypedDict):
@@ -65,6 +70,29 @@ class Counters(TypedDict):
 
 
 def counters() -> Counters:
-    """The counts of launches and fallbacks; none before `load`."""
-    native = loaded()
-    return {"launches": native.launches() if native else {}, "fallbacks": native.fallbacks() if native else {}}
+    """The counts of launches and fallbacks; none before `load` or `enable`."""
+    counted: list[Native | PythonOverrides] = [native] if (native := loaded()) else []
+    if overrides.load.cache_info().currsize:
+        counted.append(overrides.load())
+    launches, fallbacks = Counter[str](), Counter[str]()
+    for one in counted:
+        launches.update(one.launches())
+        fallbacks.update(one.fallbacks())
+    return {"launches": dict(launches), "fallbacks": dict(fallbacks)}
+
+
+def overriding() -> Native | PythonOverrides:
+    """What puts our backward before PyTorch's: C++, or Python where it cannot be built, which the log says once.
+
+    Raises:
+        BwdtuneError: Neither is possible.
+    """
+    try:
+        return load()
+    except BwdtuneError as error:
+        if not PythonOverrides.possible():
+            raise
+        notices.warn_once(
+            "operator", f"PyTorch's attention has our backward through Python, which costs microseconds: {error}"
+        )
+        return overrides.load()

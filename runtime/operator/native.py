@@ -16,19 +16,11 @@ from .. import dispatch
 from ..dispatch import Choice, notices
 from ..kernel import Kernel
 from . import build, schemas
+from .aten import AtenBackward
 
 _DTYPES = ("bf16", "fp16")
 _SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "head_dim")
 _FLAGS = ("bottom_right", "softcap", "varlen", "deterministic")
-
-ATEN_BACKWARDS = (
-    "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_flash_attention_backward",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-)
-"""In the order of `kAtenBackwards` in ``source/aten.h``."""
 
 DEVICE_TYPES = ["cuda"]
 """Whose tensors kernels are chosen for. Tests add the CPU."""
@@ -85,7 +77,7 @@ class Native:
         self._reasons = function("reasons", int32)
         self._reason_text = function("reason_text", text, int32)
         self._fallbacks = function("fallbacks", int64, int32)
-        self._install = function("install", ctypes.c_int, text, text, ctypes.c_int)
+        self._install = function("install", ctypes.c_int, text, text, *[ctypes.c_int] * 4)
         self._enable = function("enable", None, ctypes.c_int)
         self.forget = function("forget", None)
         self._kernels: dict[int | None, tuple[Kernel, int]] = {}  # by the address of what is launched
@@ -95,14 +87,15 @@ class Native:
         function("connect", None, _RESOLVE, _FAILED, _SAY, pointer)(*self._callbacks, _current_stream())
         dispatch.subscribe(lambda *_: self.forget())  # rare: what is known already is soon asked for again
 
-    def install(self, name: str, dispatch_key: str) -> bool:
+    def install(self, operator: AtenBackward, dispatch_key: str) -> bool:
         """Puts ours before an implementation of aten's, to stay; False where this PyTorch does not have it.
 
         Args:
-            name: One of `ATEN_BACKWARDS`.
+            operator: Of `aten`.
             dispatch_key: Such as ``CUDA``.
         """
-        return bool(self._install(name.encode(), dispatch_key.encode(), ATEN_BACKWARDS.index(name)) == 0)
+        how = (operator.heads_inside, operator.inside_gradients, operator.bottom_right, operator.packs)
+        return bool(self._install(operator.name.encode(), dispatch_key.encode(), *how) == 0)
 
     def enable(self, on: bool) -> None:
         """Whether what is installed takes anything."""

@@ -6,6 +6,7 @@ The CPU's operator of aten stands in for those of CUDA.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -20,11 +21,14 @@ from ways_in import WAYS_IN, eager, loss
 
 import bwdtune
 from bwdtune.runtime import sdpa
+from bwdtune.runtime.operator.aten import CPU_BACKWARD
+
+PATH = os.pathsep.join(path for path in sys.path if path)
 
 
 @pytest.fixture(autouse=True)
 def _cpu_stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sdpa, "ATEN_BACKWARDS", [("_scaled_dot_product_flash_attention_for_cpu_backward", "CPU")])
+    monkeypatch.setattr(sdpa, "ATEN_BACKWARDS", [(CPU_BACKWARD, "CPU")])
     yield
     bwdtune.disable()
 
@@ -206,24 +210,55 @@ def test_nothing_is_printed() -> None:
     """PyTorch's dispatcher warns of an implementation that is registered twice."""
     program = (
         "import bwdtune\nfrom bwdtune.runtime import sdpa\n"
-        "sdpa.ATEN_BACKWARDS += [('_scaled_dot_product_flash_attention_for_cpu_backward', 'CPU')]\n"
+        "from bwdtune.runtime.operator.aten import CPU_BACKWARD\n"
+        "sdpa.ATEN_BACKWARDS += [(CPU_BACKWARD, 'CPU')]\n"
         "bwdtune.enable()\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("", "")
 
 
-def test_without_a_compiler_pytorchs_backward_stays() -> None:
-    program = (
-        "import logging, torch\nlogging.basicConfig(format='%(message)s')\nimport bwdtune\n"
-        "bwdtune.enable()\nbwdtune.enable()\n"
-        "q = torch.randn(1, 1, 9, 64).bfloat16().requires_grad_()\n"
-        "torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()\n"
+WITHOUT_COMPILER = """
+import logging, torch
+logging.basicConfig(format="%(message)s")
+import operator_kernels
+import bwdtune
+from bwdtune.runtime import dispatch, sdpa
+from bwdtune.runtime.operator import aten, counters, native
+from torch.nn.functional import scaled_dot_product_attention
+
+native.DEVICE_TYPES = ["cpu"]
+dispatch.choose = lambda problem, *_, **__: dispatch.Choice(operator_kernels.stub(problem), "a stub")
+sdpa.ATEN_BACKWARDS[:] = [(aten.CPU_BACKWARD, "CPU")]
+def gradients(**options):
+    inputs = operator_kernels.leaves(2, 2, 2, 20, 20)
+    return torch.autograd.grad(scaled_dot_product_attention(*inputs, **options).float().square().sum(), inputs)
+
+plain = gradients(is_causal=True)
+def no_compiler():
+    raise native.build.OperatorBuildError("there is no C++ compiler")
+native.build.library = no_compiler
+with bwdtune.enabled():
+    for ours, pytorchs in zip(gradients(is_causal=True), plain, strict=True):
+        assert ours.stride() == pytorchs.stride()
+        assert (ours - pytorchs).norm() < 0.02 * pytorchs.norm()
+    gradients(attn_mask=torch.ones(20, 20, dtype=torch.bool))
+assert all(map(torch.equal, gradients(is_causal=True), plain))
+print(list(counters()["launches"].values()), counters()["fallbacks"])
+"""
+
+
+def test_without_a_compiler_python_does_it(kernels: Kernels) -> None:
+    """In a process of its own: an override stays."""
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PATH}
     )
-    environment = {"PATH": "/nowhere", "BWDTUNE_CACHE": "/nowhere/cache"}
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
-    (line,) = ended.stderr.splitlines()
-    assert line == (
-        "PyTorch's attention keeps its own backward: there is no C++ compiler (g++, or the one that CXX names)"
-    )
+    if hasattr(torch.library, "get_kernel"):
+        said = "PyTorch's attention has our backward through Python, which costs microseconds: there is no C++ compiler"
+        reason = "a mask or bias tensor is given"
+        assert ended.stdout == f"[1] {{{reason!r}: 1}}\n"
+        assert ended.stderr.splitlines() == [said, f"attention has PyTorch's backward: {reason}"]
+    else:
+        assert ended.stdout == "[] {}\n"
+        assert ended.stderr == "PyTorch's attention keeps its own backward: there is no C++ compiler\n"

@@ -71,9 +71,7 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     compiler.write_text("#!/bin/sh\necho in a header\necho 'operator.cpp:1: error: no good'\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(
-        build.OperatorBuildError, match=r"the operator: operator.cpp:1: error: no good"
-    ):
+    with pytest.raises(build.OperatorBuildError, match=r"the operator: operator.cpp:1: error: no good"):
         build.library(tmp_path / "cache")
     (log,) = (tmp_path / "cache" / "operator").glob("*.log")
     assert "in a header" in log.read_text()

@@ -14,7 +14,8 @@ from bwdtune.runtime.dispatch import Choice
 from bwdtune.runtime.kernel import Kernel
 
 
-def _stub(problem: Problem) -> Kernel:
+def stub(problem: Problem) -> Kernel:
+    """A right kernel."""
     return Kernel.load(stub_for(problem))
 
 
@@ -27,7 +28,7 @@ class Kernels:
         none: Why no problem has a kernel.
     """
 
-    def __init__(self, kernel_for: Callable[[Problem], Kernel] = _stub) -> None:
+    def __init__(self, kernel_for: Callable[[Problem], Kernel] = stub) -> None:
         self.asked: list[Problem] = []
         self.capturing: list[bool] = []
         self.none = ""

@@ -46,21 +46,12 @@ inline c10::KernelFunction registered_kernel(const c10::OperatorHandle& op, c10:
   return (op.*reach(OperatorDef{}))->op.kernelForDispatchKey(key);
 }
 
-// How an operator's mask and tensors are to be read.
+// How an operator's mask and tensors are to be read: `runtime.operator.aten.AtenBackward`.
 struct AtenBackward {
   Format format;
   GradientLayout layout;
   bool bottom_right;  // where the diagonal of `is_causal` lies
   bool packs;         // `cum_seq_q` makes it one of packed sequences, else of a nested tensor
-};
-
-// In the order in which `install` takes their numbers: `native.ATEN_BACKWARDS`.
-constexpr AtenBackward kAtenBackwards[] = {
-    {Format::kBHSD, GradientLayout::kAsInput, true, false},   // _scaled_dot_product_flash_attention_backward
-    {Format::kBHSD, GradientLayout::kAsInput, false, false},  // _scaled_dot_product_cudnn_attention_backward
-    {Format::kBHSD, GradientLayout::kBSHD, false, false},     // _scaled_dot_product_efficient_attention_backward
-    {Format::kBSHD, GradientLayout::kAsInput, true, true},    // _flash_attention_backward
-    {Format::kBHSD, GradientLayout::kBSHD, false, false},     // _scaled_dot_product_flash_attention_for_cpu_backward
 };
 
 // Where an operator's arguments stand on the stack. Found by name: their order differs between operators.
@@ -191,7 +182,7 @@ class QuietOverride : public c10::WarningHandler {
 // Puts ours before PyTorch's, once in a process. It stays there: taking it away while other threads dispatch is not safe, and
 // what `disable` asks for is a flag.
 // False where this PyTorch has no such kernel.
-inline bool install(const char* name, const char* dispatch_key, int which) {
+inline bool install(const char* name, const char* dispatch_key, const AtenBackward& how) {
   static std::mutex mutex;
   static auto* const installed = new std::map<std::string, std::unique_ptr<torch::Library>>;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -201,7 +192,7 @@ inline bool install(const char* name, const char* dispatch_key, int which) {
   const auto found = c10::Dispatcher::singleton().findSchema({std::string("aten::") + name, ""});
   if (!found || !found->hasKernelForDispatchKey(key)) return false;
   auto made = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-  auto kernel = std::make_unique<Override>(*found, key, kAtenBackwards[which]);
+  auto kernel = std::make_unique<Override>(*found, key, how);
   const QuietOverride quiet;
   made->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
   library = std::move(made);

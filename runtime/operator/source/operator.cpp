@@ -71,9 +71,13 @@ EXPORT void bwdtune_operator_enable(int enabled) { bwdtune::state().enabled.stor
 
 // Puts ours before the implementation of an operator of aten. 0, or 1 where this PyTorch does not have it; -1 with a line to
 // the log.
-EXPORT int bwdtune_operator_install(const char* name, const char* dispatch_key, int which) {
+EXPORT int bwdtune_operator_install(
+    const char* name, const char* dispatch_key, int heads_inside, int inside_gradients, int bottom_right, int packs) {
   try {
-    return bwdtune::install(name, dispatch_key, which) ? 0 : 1;
+    const bwdtune::AtenBackward how{
+        heads_inside ? bwdtune::Format::kBSHD : bwdtune::Format::kBHSD,
+        inside_gradients ? bwdtune::GradientLayout::kBSHD : bwdtune::GradientLayout::kAsInput, bottom_right != 0, packs != 0};
+    return bwdtune::install(name, dispatch_key, how) ? 0 : 1;
   } catch (const std::exception& error) {
     bwdtune::state().say(std::string("aten::") + name + " stays PyTorch's: " + error.what());
     return -1;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from ...gen.families import FAMILIES, PRESETS, Config, parse_config, short_form
 from ...gen.problem import Problem
 from ...gen.render import render
 from ...gen.space import refusal
+from ..lab.calls import CALLS
 from ..lab.gate import verify_fully
 from ..lab.peers import PEERS
 from ..lab.protocol import Bench, CandidateError
@@ -30,6 +32,7 @@ from ..lab.timing import BENCH_POLICY
 from ..search.options import refuse_unknown_cards
 from ..search.rows import CYCLE_HEADINGS, Row, cell
 from ..text_table import Column, TextTable, numeric
+from .bench_calls import DEFAULT_CALLS, DIRECTIONS, bench_calls, check_calls
 from .cards import gpu_here, laboratory
 from .kernels import BEST
 from .options import CacheOption, DatabaseOption, EmulateOption, JsonOption, LimitsOption, for_problem
@@ -56,7 +59,13 @@ def command(
             help=f"{', '.join((*PEERS, *PRESETS, BEST))}, a family ({', '.join(GROUPS)}), or an id; may be repeated.",
         ),
     ] = None,
-    direction: Annotated[str, typer.Option("--direction", help=f"{DIRECTION} alone is timed.")] = DIRECTION,
+    direction: Annotated[
+        str,
+        typer.Option(
+            "--direction",
+            help=f"{DIRECTION}: kernels alone; {' or '.join(DIRECTIONS)}: calls through autograd ({', '.join(CALLS)}).",
+        ),
+    ] = DIRECTION,
     limits: LimitsOption = None,
     emulate: EmulateOption = None,
     cycles: Annotated[bool, typer.Option("--cycles", help="Have our kernels count their cycles.")] = False,
@@ -68,6 +77,11 @@ def command(
     from ...db.store import Store
     from ...gen.build.toolchain import find_nvcc
 
+    command_line = shlex.join(["tuner", *sys.argv[1:]])
+    if direction in DIRECTIONS:
+        return _command_calls(
+            problem, kernels, direction, command_line, database, cache, as_json, limits, emulate, cycles
+        )
     names = kernels or (DEFAULT_EMULATED_KERNELS if emulate else DEFAULT_KERNELS)
     check_kernels(names, direction, limits, emulate)
     device = gpu_here()
@@ -80,7 +94,7 @@ def command(
             environment=environment,
             worker=worker,
             open_store=lambda: closing(Store.open(database, read_only=True)),
-            command_line=shlex.join(["tuner", *sys.argv[1:]]),
+            command_line=command_line,
             direction=direction,
             limits=limits,
             emulate=emulate,
@@ -89,6 +103,42 @@ def command(
         )
     print_result(report.to_dict(), [report.table()], as_json)
     return 0 if any(row.ms or row.cycles for row in report.rows) else 1
+
+
+def _command_calls(
+    problem: Problem,
+    kernels: list[str] | None,
+    direction: str,
+    command_line: str,
+    database: str | None,
+    cache: Path | None,
+    as_json: bool,
+    *of_kernels: str | bool | None,
+) -> int:
+    from ...gen.build.toolchain import find_nvcc
+
+    names = kernels or DEFAULT_CALLS
+    check_calls(names, direction)
+    if any(of_kernels):
+        raise UsageError(f"--limits, --emulate and --cycles are for --direction {DIRECTION}")
+    # The calls look for kernels by themselves, in a process that inherits this.
+    os.environ.update(
+        {name: str(value) for name, value in (("BWDTUNE_DB", database), ("BWDTUNE_CACHE", cache)) if value}
+    )
+    device = gpu_here()
+    with laboratory(device, find_nvcc().version) as (worker, environment):
+        assert environment
+        report = bench_calls(
+            problem,
+            names,
+            device,
+            environment=environment,
+            worker=worker,
+            command_line=command_line,
+            direction=direction,
+        )
+    print_result(report.to_dict(), [report.table()], as_json)
+    return 0 if report.timings else 1
 
 
 @dataclass(frozen=True)
@@ -130,6 +180,7 @@ class BenchReport:
             "command": self.command,
             "date": self.date.isoformat(timespec="seconds"),
             "policy": self.policy,
+            "direction": DIRECTION,
             **self.problem.to_dict(),
             "limits": self.limits,
             "emulate": self.emulate,
@@ -209,7 +260,7 @@ def check_kernels(kernels: Sequence[str], direction: str, limits: str | None, em
         UsageError: An unknown kernel, direction or limit, or a card or a kernel that cannot be emulated.
     """
     if direction != DIRECTION:
-        raise UsageError(f"unknown direction {direction!r}: only {DIRECTION} is generated and timed here")
+        raise UsageError(f"unknown direction {direction!r}: use {DIRECTION}, {' or '.join(DIRECTIONS)}")
     refuse_unknown_cards(limits, emulate)
     for name in PEERS if emulate else ():
         if name in kernels:

@@ -95,6 +95,25 @@ class Worker:
             else:
                 return replace(timings, unavailable={**unavailable, **timings.unavailable})
 
+    def time_calls(self, problem: Problem, calls: Sequence[str], direction: str, policy: Policy) -> tuple[Timings, str]:
+        """Times whole calls of attention against each other.
+
+        Args:
+            problem: The sizes.
+            calls: Of `calls.CALLS`; one that does not run is in the result's ``unavailable``.
+            direction: ``forward`` or ``both``.
+            policy: How.
+
+        Returns:
+            The timings, and the id of the configuration that ``best`` ran; empty where it did not.
+
+        Raises:
+            CandidateError: One of them crashed or hung.
+            WorkerError: Nothing can be timed.
+        """
+        result: tuple[Timings, str] = self._ask("time_calls", problem, [], calls, direction, policy)
+        return result
+
     def _ask(self, method: str, problem: Problem, variants: Sequence[Variant], *arguments: Any) -> Any:
         libraries = {}
         for variant in variants:

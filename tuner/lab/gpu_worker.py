@@ -23,6 +23,7 @@ from ...runtime import torch_attention
 from ...runtime.kernel import Kernel, KernelError
 from ...runtime.verification.inputs import Inputs
 from ...runtime.verification.verifier import Verifier
+from .calls import BEST, chosen, prepared, wait_for_kernels
 from .peers import DEFAULT, PEERS, SAME_KERNEL, pytorchs_default
 from .protocol import Answer, Request, Running
 from .stopwatch import Timed, time_kernels
@@ -138,6 +139,32 @@ class _GpuBench:
         elif alias in unavailable:
             unavailable[DEFAULT] = unavailable[alias]
         return replace(timings, unavailable=unavailable, default_kernel=default)
+
+    def time_calls(
+        self, problem: Problem, libraries: dict[str, Path], calls: Sequence[str], direction: str, policy: Policy
+    ) -> tuple[Timings, str]:
+        wait_for_kernels()
+        inputs = self._verifier.inputs_at(problem)
+        runs, unavailable, config = {}, {}, ""
+        for name in calls:
+            self._say_running(name)
+            try:
+                if name == BEST:
+                    config = chosen(problem, self._device)
+                run = prepared(name, problem, inputs, direction)
+                run()
+                self._wait()
+                runs[name] = Timed(run)
+            except Exception as error:  # whatever keeps one from this problem is its reason
+                if not self.healthy():
+                    raise
+                unavailable[name] = _one_line(error)
+        timings = time_kernels(runs, policy, self._device, self._say_running) if runs else Timings({})
+        return replace(timings, unavailable=unavailable), config
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def healthy(self) -> bool:
         """Whether the device still takes work: after an illegal access or a trap it does not, in this process."""

@@ -268,7 +268,7 @@ def test_a_kernel_that_is_named_twice_has_one_row():
     ("kernels", "options", "message"),
     [
         (["v9"], {}, r"unknown kernel 'v9': use default, cudnn, fa, v1, v2, v3, .*best, mma"),
-        (["v3"], {"direction": "forward"}, "unknown direction 'forward': only backward"),
+        (["v3"], {"direction": "sideways"}, "unknown direction 'sideways': use backward, forward or both"),
         (["v3"], {"limits": "sm_75"}, "unknown limits 'sm_75'"),
         ([], {}, "no kernel is named"),
     ],

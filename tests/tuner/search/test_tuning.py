@@ -843,9 +843,7 @@ def test_a_survey_proposes_by_predicted_times(database: Path) -> None:
     result = run_search(database, device=RTX_5090, measured=False, trials=20)
     found = [row.config for row in result.rows if row.kernel == "candidate"]
     presets = set(valid_presets(PROBLEM, RTX_5090).values())
-    expected = [
-        config for config in ranked(PROBLEM, space(PROBLEM, RTX_5090), RTX_5090) if config not in presets
-    ]
+    expected = [config for config in ranked(PROBLEM, space(PROBLEM, RTX_5090), RTX_5090) if config not in presets]
     assert set(found) == set(expected[: len(found)])
     drawn = run_search(database, device=RTX_5090, measured=False, trials=20, sampler="random")
     assert {row.config for row in drawn.rows} != {row.config for row in result.rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import threading
@@ -19,6 +20,8 @@ from .resolution import Progress, State, resolve
 from .rows import Rows, read_rows
 from .worker import Worker
 
+_log = logging.getLogger(__name__)
+
 ON_MISS_VARIABLE = "BWDTUNE_ON_MISS"
 _WAIT = "wait"
 _ON_MISS = ("pytorch", _WAIT)
@@ -34,7 +37,7 @@ def choose(problem: Problem, device_index: int, *, capturing: bool = False) -> C
     Rows are taken in the order of `selection.candidates`; one whose kernel cannot be had (it no longer renders to what
     was verified, it does not compile, it refuses the sizes) gives way to the next.
 
-    It costs a dictionary's lookup for a problem that was seen, and well below a millisecond for a new one. What takes
+    It costs a dictionary's lookup for a problem that was seen, and about a millisecond for a new one. What takes
     longer, reading the database, rendering, compiling and loading, is done in the background; until then the choice is
     PyTorch's and not final. With ``BWDTUNE_ON_MISS=wait`` the call waits for it. Safe between threads, and after a
     fork. Trouble of any kind is a reason, never an exception.
@@ -66,7 +69,7 @@ def subscribe(callback: Subscriber) -> None:
 
     Args:
         callback: Called with the problem, the device's index and the choice, which is final; with three times None
-            when all choices are forgotten. In the thread that found out, mostly a background one. It must not raise.
+            when all choices are forgotten. In the thread that found out, mostly a background one.
     """
     dispatcher.subscribe(callback)
 
@@ -167,8 +170,7 @@ class Dispatcher:
             self._rows, self._reading = None, False
             notices.forget()
             self._changed.notify_all()
-        for subscriber in tuple(self._subscribers):
-            subscriber(None, None, None)
+        self._call_subscribers(None, None, None)
 
     def counts(self) -> tuple[int, tuple[str, ...]]:
         """How many kernels are being made, and why others cannot be had."""
@@ -182,8 +184,8 @@ class Dispatcher:
         """Decides and remembers. What is missing is begun."""
         try:
             choice = self._decided(*key)
-        except RuntimeError as error:  # no thread to be had: the interpreter is ending
-            choice = Choice(None, f"nothing can be built: {error}", cause=Cause.UNUSABLE)
+        except Exception as error:  # no thread to be had, since the interpreter is ending; never one in a step
+            choice = Choice(None, f"no kernel can be chosen: {type(error).__name__}: {error}", cause=Cause.UNUSABLE)
         if len(self._choices) >= _MOST_CHOICES and key not in self._choices:
             self._choices = {one: choice for one, choice in self._choices.items() if not choice.final}
         self._choices[key] = choice
@@ -234,6 +236,8 @@ class Dispatcher:
 
     def _read(self, generation: int) -> None:
         rows = read_rows()
+        if rows.trouble:
+            notices.warn_once("database", f"stored winners do not count: {rows.trouble}")
         with self._changed:
             if generation != self._generation:
                 return
@@ -282,8 +286,14 @@ class Dispatcher:
 
     def _tell(self, changed: list[tuple[_Key, Choice]]) -> None:
         for (problem, device_index), choice in changed:
-            for subscriber in tuple(self._subscribers):
+            self._call_subscribers(problem, device_index, choice)
+
+    def _call_subscribers(self, problem: Problem | None, device_index: int | None, choice: Choice | None) -> None:
+        for subscriber in tuple(self._subscribers):
+            try:
                 subscriber(problem, device_index, choice)
+            except Exception:  # costs neither the others nor the background thread anything
+                _log.exception("a subscriber of dispatch failed")
 
 
 def _on_miss() -> str:

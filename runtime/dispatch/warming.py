@@ -17,7 +17,7 @@ from ...gen.problem import Problem
 from .. import gpu, operator
 from ..kernel import Kernel
 from .builds import Build, Made, make
-from .choices import choose, dispatcher, prepare
+from .choices import dispatcher, prepare
 from .records import Choice, Row
 from .resolution import Progress, State, resolve
 from .rows import Rows
@@ -94,7 +94,7 @@ def warmup(
     card = gpu.current_device(index)
     prepare(wait=wait)
     if not wait:
-        return Warmup(tuple(Warmed(problem, choose(problem, index)) for problem in wanted))
+        return Warmup(tuple(Warmed(one, dispatcher.choose(one, index, wait=False)) for one in wanted))
     known = dispatcher.prepare(wait=True)
     assert known is not None, "it was waited for"
     warmed, kernels = build_for(wanted, card, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import pickle
@@ -440,13 +441,17 @@ class TestInTheBackground:
         assert choice
         assert choice.reason.endswith("cannot be used: it does not render: ValueError: an undefined name")
 
-    def test_without_sqlalchemy_what_is_shipped_serves(self, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_sqlalchemy_what_is_shipped_serves(
+        self, told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         write_shipped([TestShipped.ROW])
         monkeypatch.setitem(sys.modules, "bwdtune.db.store", None)
         choose(PROBLEM, 0)
         (choice,) = told.wait_for()
         assert choice
         assert choice.kernel, choice.reason
+        (line,) = (message for message in caplog.messages if "stored winners do not count" in message)
+        assert "the database cannot be read" in line
 
     def test_under_capture_nothing_is_waited_for(
         self, store_winner: Callable[..., None], compiler: CxxShim, told: Told, monkeypatch: pytest.MonkeyPatch
@@ -482,6 +487,31 @@ class TestInTheBackground:
         for length in range(100, 150):
             choose(Problem.parse(f"2_4_{length}_64", causal=True), 0)
             assert len(dispatcher._choices) <= 20
+
+    def test_warnings_are_bounded(self, caplog: pytest.LogCaptureFixture) -> None:
+        """A line for each kind of problem, and not without end."""
+        dispatcher.prepare(wait=True)
+        for head_dim in range(8, 264, 8):
+            for dtype, causal in itertools.product(("bf16", "fp16"), (False, True)):
+                choose(Problem.parse(f"2_4_128_{head_dim}", dtype=dtype, causal=causal), 0)
+        assert 64 < len(caplog.records) < 70
+        assert "there will be no more" in caplog.messages[-1]
+
+    def test_a_subscriber_that_fails_costs_the_others_nothing(
+        self, store_winner: Callable[..., None], told: Told
+    ) -> None:
+        def fail(*told: object) -> None:
+            raise ValueError("a fault of the subscriber's")
+
+        store_winner(PROBLEM)
+        dispatcher._subscribers.append(fail)
+        choose(PROBLEM, 0)
+        told.wait_for()
+        dispatch.forget()
+        choose(PROBLEM, 0)
+        choice = told.wait_for(3)[-1]
+        assert choice
+        assert choice.kernel
 
     def test_to_forget_is_told(self, told: Told) -> None:
         dispatch.forget()

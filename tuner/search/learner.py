@@ -26,7 +26,6 @@ POOL = 12_288
 """Configurations that are judged at each step: drawn from a larger space, and joined by neighbours of the best."""
 
 _SHORTLIST = 1_024  # of the pool, by the linear part of the model: the Gaussian process judges these alone
-_ENOUGH = 3  # outcomes before the residual is worth a model
 
 # Standard deviations of the logarithm of time. Chosen by `tuner replay` over the recorded sweeps.
 _PARAMETER_EFFECT = 0.05
@@ -76,14 +75,13 @@ class Learner:
     ) -> None:
         self._problem, self._device, self._emulate = problem, device, emulate
         self._configs = configs
-        self._features = _Features(problem)
+        self._features, self._with_resources = _Features(problem), _Features(problem, resources=True)
         self._elsewhere = elsewhere
         self._prior: dict[int, float] = {}
         drawn = np.arange(len(configs))
         if len(configs) > POOL:
             drawn = np.sort(np.random.default_rng(seed).choice(drawn, POOL, replace=False))
         self._pool = list(map(int, drawn))
-        self._rows: dict[int, Floats] = {}
 
     def predicted(self, index: int) -> float:
         """The logarithm of the cycles that the cost model predicts."""
@@ -105,38 +103,32 @@ class Learner:
         """
         pool = np.array([index for index in self._pool if index in untried] or sorted(untried)[:POOL])
         prior = np.array([self.predicted(index) for index in pool])
-        if len(measured) < _ENOUGH:
-            return int(pool[prior.argmin()])
-        known = np.array(list(measured))
+        known = np.array(list(measured), dtype=np.int64)
         offsets = np.log([measured[index] for index in known]) - [self.predicted(index) for index in known]
-        shift = float(np.median(offsets))
-        residuals, noise, rows = offsets - shift, np.full(len(known), _NOISE), self._matrix(known)
+        shift = float(np.median(offsets)) if len(known) else 0.0
         elsewhere = [one for one in self._elsewhere if one.log_residual is not None]
-        if elsewhere:
-            rows = np.vstack([rows, *(self._features.row(one.config) for one in elsewhere)])
-            residuals = np.concatenate([residuals, [one.log_residual or 0.0 for one in elsewhere]])
-            noise = np.concatenate([noise, [_ELSEWHERE_NOISE] * len(elsewhere)])
+        rows = self._features.matrix([*(self._configs[index] for index in known), *(one.config for one in elsewhere)])
+        residuals = np.array([*(offsets - shift), *(one.log_residual or 0.0 for one in elsewhere)])
+        noise = np.array([_NOISE] * len(known) + [_ELSEWHERE_NOISE] * len(elsewhere))
         shortlist = self._shortlist(pool, prior, rows, residuals)
         mean, deviation = self._judge(shortlist, rows, residuals, noise, pending)
         mean += np.array([self.predicted(index) for index in shortlist]) + shift
-        chance = self._chance_to_compile(shortlist, measured, refused)
-        return int(
-            shortlist[(_expected_improvement(mean, deviation, math.log(min(measured.values()))) * chance).argmax()]
-        )
+        if measured:
+            worth = _expected_improvement(mean, deviation, math.log(min(measured.values())))
+        else:  # nothing to improve on yet: the lowest bound, which spreads what is tried at once
+            worth = np.exp(0.5 * deviation - mean)
+        return int(shortlist[(worth * self._chance_to_compile(shortlist, measured, refused)).argmax()])
 
     def add_neighbours(self, index: int, neighbours: Sequence[int]) -> None:
         """Has the pool take in what differs from a new best in one parameter."""
         self._pool = list(dict.fromkeys([*self._pool, *neighbours]))
 
     def _matrix(self, indices: NDArray[np.int64]) -> Floats:
-        for index in indices:
-            if index not in self._rows:
-                self._rows[index] = self._features.row(self._configs[index])
-        return np.array([self._rows[index] for index in indices])
+        return self._features.matrix([self._configs[index] for index in indices])
 
     def _shortlist(self, pool: NDArray[np.int64], prior: Floats, rows: Floats, residuals: Floats) -> NDArray[np.int64]:
-        if len(pool) <= _SHORTLIST:
-            return pool
+        if len(pool) <= _SHORTLIST or not len(rows):
+            return pool[np.argsort(prior, kind="stable")[:_SHORTLIST]]
         from sklearn.linear_model import Ridge
 
         linear = Ridge(alpha=(_NOISE / _PARAMETER_EFFECT) ** 2, fit_intercept=False).fit(rows, residuals)
@@ -156,16 +148,17 @@ class Learner:
         """
         from sklearn.gaussian_process import GaussianProcessRegressor
 
-        kernel = _kernel()
-        wanted = self._matrix(shortlist)
-        process = GaussianProcessRegressor(kernel, alpha=noise**2, optimizer=None).fit(rows, residuals)
+        wanted, ahead = self._matrix(shortlist), self._matrix(np.array(pending, dtype=np.int64))
+        process = GaussianProcessRegressor(_kernel(), alpha=noise**2 if len(noise) else _NOISE**2, optimizer=None)
+        if len(rows):
+            process.fit(rows, residuals)
         mean, deviation = process.predict(wanted, return_std=True)
-        if len(pending):
-            ahead = self._matrix(np.array(pending))
-            believed = np.concatenate([residuals, process.predict(ahead)])
+        if len(ahead):
+            believed = np.concatenate([residuals, np.atleast_1d(process.predict(ahead))])
             all_noise = np.concatenate([noise, np.full(len(ahead), _NOISE)])
-            fuller = GaussianProcessRegressor(kernel, alpha=all_noise**2, optimizer=None)
-            _, deviation = fuller.fit(np.vstack([rows, ahead]), believed).predict(wanted, return_std=True)
+            fuller = GaussianProcessRegressor(_kernel(), alpha=all_noise**2, optimizer=None)
+            fuller.fit(np.array([*rows, *ahead]), believed)
+            _, deviation = fuller.predict(wanted, return_std=True)
         return mean, deviation
 
     def _chance_to_compile(
@@ -173,12 +166,12 @@ class Learner:
     ) -> Floats:
         lost = [self._configs[index] for index in refused]
         lost += [one.config for one in self._elsewhere if one.log_residual is None]
-        if not lost:
-            return np.ones(len(shortlist))
         passed = [self._configs[index] for index in measured]
         passed += [one.config for one in self._elsewhere if one.log_residual is not None]
-        chances = compile_chances(self._problem, passed, lost, [self._configs[index] for index in shortlist])
-        return np.array(chances)
+        if not lost or not passed:
+            return np.ones(len(shortlist))
+        asked = [self._configs[index] for index in shortlist]
+        return _chances(self._with_resources, passed, lost, asked)
 
 
 def compile_chances(
@@ -192,12 +185,17 @@ def compile_chances(
         refused: Configurations that spilled too much; one or more.
         asked: Those to judge.
     """
+    return _chances(_Features(problem, resources=True), passed, refused, asked)
+
+
+def _chances(
+    features: _Features, passed: Sequence[Config], refused: Sequence[Config], asked: Sequence[Config]
+) -> Floats:
     from sklearn.linear_model import LogisticRegression
 
-    features = _Features(problem, resources=True)
     model = LogisticRegression(C=0.3, max_iter=500)
-    model.fit([features.row(config) for config in (*passed, *refused)], [1] * len(passed) + [0] * len(refused))
-    found: Floats = model.predict_proba([features.row(config) for config in asked])[:, 1]
+    model.fit(features.matrix([*passed, *refused]), [1] * len(passed) + [0] * len(refused))
+    found: Floats = model.predict_proba(features.matrix(asked))[:, 1]
     return found
 
 
@@ -211,6 +209,7 @@ class _Features:
 
     def __init__(self, problem: Problem, *, resources: bool = False) -> None:
         self._problem, self._resources = problem, resources
+        self._rows: dict[Config, Floats] = {}
         self._places: dict[tuple[str, str, object], int] = {}
         for name, family in FAMILIES.items():
             self._places[name, "", None] = len(self._places)
@@ -218,8 +217,14 @@ class _Features:
                 for value in values:
                     self._places[name, parameter, value] = len(self._places)
 
-    def row(self, config: Config) -> Floats:
-        """Its features."""
+    def matrix(self, configs: Sequence[Config]) -> Floats:
+        """Their features, a row each."""
+        for config in configs:
+            if config not in self._rows:
+                self._rows[config] = self._row(config)
+        return np.array([self._rows[config] for config in configs])
+
+    def _row(self, config: Config) -> Floats:
         row = np.zeros(len(self._places) + 2 * self._resources)
         row[self._places[config.family, "", None]] = _FAMILY_OFFSET / _PARAMETER_EFFECT
         for name in config.choices:

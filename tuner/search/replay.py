@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +21,12 @@ from .sweep import Sweep
 
 WITHIN = 0.01
 """A search that ends so near to the sweep's best has found it, as far as timings tell."""
+
+NOISE = 0.005
+"""Standard deviation of a timing, relative to the time: what a seed's search sees of the recorded costs."""
+
+FINALISTS = 4
+"""The best so many by what was seen are raced, which tells their real order."""
 
 _FOLDS = 5
 
@@ -101,13 +108,14 @@ def replay(
         raise UsageError("nothing of this sweep was timed")
     configs, best = list(rows), min(costs.values())
     gaps = []
+    learner = Learner(sweep.problem, configs, sweep.device) if sampler == "learned" else None
     for seed in seeds:
-        learner = Learner(sweep.problem, configs, sweep.device, seed=seed) if sampler == "learned" else None
         proposals = Proposals(configs, sampler=sampler, seed=seed, learner=learner)
-        found = [
-            costs[config] for config in _decided(proposals, costs, min(candidates, len(configs))) if config in costs
-        ]
-        gaps.append(min(found) / best - 1 if found else float("inf"))
+        random = np.random.default_rng(seed)
+        seen = {config: cost * math.exp(random.normal(0, NOISE)) for config, cost in costs.items()}
+        decided = _decided(proposals, seen, min(candidates, len(configs)))
+        finalists = sorted((config for config in decided if config in seen), key=seen.__getitem__)[:FINALISTS]
+        gaps.append(min(costs[config] for config in finalists) / best - 1 if finalists else math.inf)
     return Replay(sampler, candidates, tuple(gaps))
 
 

@@ -1,11 +1,14 @@
-"""Carries winners over from an earlier version's text to today's, where both are the same machine code."""
+"""``tuner carry``: winners of an earlier version's text become today's, where both are the same machine code."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ...db.records import EMULATED, EmulatedBest, Winner
 from ...db.shipped import Shipped, read_shipped, write_shipped
@@ -13,14 +16,57 @@ from ...gen.build.jobs import Variant, build
 from ...gen.build.toolchain import find_compiler
 from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import BwdtuneError
-from ...gen.families import Config
+from ...gen.families import Config, short_form
 from ...gen.problem import Problem
 from ...gen.render import Source, template_hash
 from ...runtime.gpu import gpu_key
-from ..earlier import Earlier, render_today
+from ..earlier import Earlier, earlier, render_today
+from ..text_table import Column, TextTable
+from .options import CacheOption, DatabaseOption, JsonOption
+from .output import print_result
 
 if TYPE_CHECKING:
     from ...db.store import Store
+
+
+def command(
+    version: Annotated[
+        str,
+        typer.Argument(
+            metavar="VERSION",
+            help="The version that measured: a commit of this repository, or a folder with the package in it.",
+        ),
+    ],
+    shipped: Annotated[
+        bool, typer.Option("--shipped", help="Carry the table of shipped configurations, not the database.")
+    ] = False,
+    database: DatabaseOption = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Compare the machine code of winners' earlier text with today's, and keep those that are the same kernel.
+
+    For whoever makes a version of this program, and for a database of before kernels were known by their machine code.
+    Needs the nvcc that the winners were measured with, and no GPU. Exit status 1: some kernels are others today.
+    """
+    from ...db.store import Store
+
+    with earlier(version) as before:
+        if shipped:
+            found = carry_shipped(before, cache=cache)
+        else:
+            with closing(Store.open(database)) as store:
+                found = carry_stored(before, store, cache=cache)
+    table = TextTable(
+        f"kernels of {version}", [Column("problem"), Column("configuration"), Column("target"), Column("today")]
+    )
+    for one in found:
+        measured = one.measured
+        table.add_row(
+            measured.problem.label, short_form(measured.config), measured.arch, one.note or f"the same, {one.before}"
+        )
+    print_result([_to_dict(one) for one in found], [table if found else "nothing is stored"], as_json)
+    return 0 if all(one.same for one in found) else 1
 
 
 @dataclass(frozen=True)
@@ -190,3 +236,15 @@ def _of_shipped(row: Shipped) -> Measured:
     cards = {gpu_key(card): card for card in EMULATED_CARDS.values()}
     arch = cards[row.gpu].arch if row.kind == EMULATED else row.environment.arch
     return Measured(row.problem, row.config, None, arch, row.environment.toolkit, row.source_hash)
+
+
+def _to_dict(one: Comparison) -> dict[str, Any]:
+    return {
+        "problem": one.measured.problem.label,
+        "config": one.measured.config.id,
+        "arch": one.measured.arch,
+        "toolkit": one.measured.toolkit,
+        "machine_code": one.before,
+        "same": one.same,
+        "note": one.note,
+    }

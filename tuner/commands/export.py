@@ -15,6 +15,7 @@ import typer
 
 from ... import __version__
 from ...db.records import Winner
+from ...gen.build.jobs import build_one
 from ...gen.device import HOST_ARCH, device_for_arch
 from ...gen.errors import BwdtuneError, UsageError
 from ...gen.families import Config, preset_name
@@ -100,15 +101,18 @@ class Export:
 def export_winner(winner: Winner, directory: Path) -> Export:
     """Exports a stored winner, byte for byte as it was timed.
 
+    Where its text has changed since, today's text of the same machine code.
+
     Args:
         winner: From the database.
         directory: Made where it is missing; an earlier export in it is replaced.
 
     Raises:
-        ExportError: The templates are not those that the winner was timed with, or the directory cannot be written.
+        ExportError: Today's text is another kernel than the winner, or is not known to be the same; or the directory
+            cannot be written.
     """
     source = render(winner.problem, winner.config)
-    if source.hash != winner.source_hash:
+    if source.hash != winner.source_hash and not _is_machine_code_of(winner, source):
         raise ExportError(
             f"the templates have changed since {winner.config.id} won (its source was {winner.source_hash}, "
             f"and is {source.hash}): run tuner search again, or export what they give now, unmeasured, with --config"
@@ -131,6 +135,16 @@ def export_winner(winner: Winner, directory: Path) -> Export:
         "measured": f"{winner.created_at.isoformat(timespec='seconds')} UTC",
     }
     return _write(winner.problem, source, where.arch, measurement, directory)
+
+
+def _is_machine_code_of(winner: Winner, source: Source) -> bool:
+    """Whether a text compiles, here and now, to the kernel that won."""
+    if winner.machine_code is None:
+        return False
+    try:
+        return build_one(source, winner.environment.arch).machine_code == winner.machine_code
+    except BwdtuneError:  # no compiler, or not that one
+        return False
 
 
 def export_config(problem: Problem, config: Config, arch: str, directory: Path) -> Export:

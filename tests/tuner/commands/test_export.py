@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES, render, template_hash
 from bwdtune.runtime.gpu import current_device
+from bwdtune.tuner.commands import export as module
 from bwdtune.tuner.commands.export import HEADER, MANIFEST, ExportError, export_config, export_winner
 
 CAUSAL = Problem.parse("8_16_4096_128", causal=True)
@@ -92,6 +94,17 @@ def test_a_winner_of_other_templates_is_refused(tmp_path, winner):
         export_winner(replace(winner, source_hash="0" * 16), tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("machine_code", "exported"), [("the winner's", True), ("another", False), (None, False)])
+def test_other_text_of_a_winners_machine_code_is_exported(tmp_path, monkeypatch, winner, machine_code, exported):
+    monkeypatch.setattr(module, "build_one", lambda source, arch: SimpleNamespace(machine_code=machine_code))
+    before = replace(winner, source_hash="0" * 16, machine_code="the winner's")
+    if exported:
+        assert export_winner(before, tmp_path / "out").source_hash == winner.source_hash
+    else:
+        with pytest.raises(ExportError, match="templates have changed"):
+            export_winner(before, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

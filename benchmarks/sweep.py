@@ -44,7 +44,7 @@ def main() -> int:
     device = current_device()
     space = LIMITS[options.limits] if options.limits else device
     problems = [Problem.parse(shape, dtype=options.dtype, causal=options.causal) for shape in options.shape]
-    if len({problem.kind for problem in problems}) != 1:
+    if len({problem.kernel_spec for problem in problems}) != 1:
         sys.exit("the shapes must be of one kind, so that they share compiled kernels")
     configs = stratified(problems[0], valid_configs(problems[0], space), device, options.count, options.seed)
     variants = _compile(problems[0], configs, device.arch, options, start)

@@ -20,7 +20,7 @@ class KernelContext:
     """What a kernel is rendered from.
 
     Attributes:
-        kind: `Problem.kind`.
+        kind: `Problem.kernel_spec`.
         dtype: ``bf16`` or ``fp16``.
         head_dim: D.
         mask: ``full``, ``causal`` or ``window``.
@@ -327,7 +327,7 @@ _CONTEXTS: dict[type[Config], type[KernelContext]] = {
 def kernel_context(problem: Problem, config: Config, pace: Emulation | None, probed: bool) -> KernelContext:
     """What the templates of the configuration's family see for a problem."""
     return _CONTEXTS[type(config)](
-        kind=problem.kind,
+        kind=problem.kernel_spec,
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         mask=problem.mask,

@@ -139,7 +139,7 @@ class Problem:
         return self._label(f"window {self.window_left},{self.right}")
 
     @property
-    def kind_label(self) -> str:
+    def kernel_spec_label(self) -> str:
         """The same without limits: what of it a kernel is generated for."""
         return self._label(WINDOW)
 
@@ -177,7 +177,7 @@ class Problem:
         return CAUSAL if self.causal else FULL
 
     @property
-    def asked(self) -> tuple[str, ...]:
+    def required_features(self) -> tuple[str, ...]:
         """Which of `FEATURES` it asks for."""
         return tuple(name for name in FEATURES if (self.mask == WINDOW if name == WINDOW else getattr(self, name)))
 
@@ -187,7 +187,7 @@ class Problem:
         return 0 if self.causal else self.window_right
 
     @property
-    def kind(self) -> str:
+    def kernel_spec(self) -> str:
         """What a kernel is generated for, as a name: dtype, head_dim, mask and what else is asked for, but no size."""
         flags = (_KIND_NAMES[name] for name in FLAGS if getattr(self, name))
         return "_".join([self.dtype, f"d{self.head_dim}", self.mask, *flags])
@@ -205,9 +205,9 @@ class Problem:
             for part in range(1, self.batch + 1)
         )
 
-    def band(self, seqlen_q: int, seqlen_kv: int) -> tuple[int, int]:
-        """Which keys are seen in a sequence of these lengths: see `band`."""
-        return band(seqlen_q, seqlen_kv, self.window_left, self.right, self.bottom_right)
+    def visible_range(self, seqlen_q: int, seqlen_kv: int) -> tuple[int, int]:
+        """Which keys are seen in a sequence of these lengths: see `visible_range`."""
+        return visible_range(seqlen_q, seqlen_kv, self.window_left, self.right, self.bottom_right)
 
     @property
     def softmax_scale(self) -> float:
@@ -228,7 +228,7 @@ class Problem:
     def _pairs(self, seqlen_q: int, seqlen_kv: int) -> int:
         if self.mask == FULL:
             return seqlen_q * seqlen_kv
-        low, high = self.band(seqlen_q, seqlen_kv)
+        low, high = self.visible_range(seqlen_q, seqlen_kv)
         visible = _keys_up_to(high, seqlen_q, seqlen_kv) - _keys_up_to(low - 1, seqlen_q, seqlen_kv)
         if self.mask == CAUSAL:
             # Half of the diagonal: one key of each row that has one on it.
@@ -314,7 +314,7 @@ def _keys_up_to(high: int, seqlen_q: int, seqlen_kv: int) -> int:
     return count * (first + high + 1) + count * (count - 1) // 2 + (seqlen_q - past) * seqlen_kv
 
 
-def band(seqlen_q: int, seqlen_kv: int, left: int, right: int, bottom_right: bool) -> tuple[int, int]:
+def visible_range(seqlen_q: int, seqlen_kv: int, left: int, right: int, bottom_right: bool) -> tuple[int, int]:
     """The keys of query i of a sequence: those from ``i + low`` to ``i + high``, as far as there are such.
 
     Args:

@@ -27,14 +27,14 @@ class Source:
     """One generated `.cu` file: device code, launcher and C interface.
 
     Attributes:
-        kind: What the text depends on of the problem, such as ``bf16_d128_causal``.
+        kernel_spec: What the text depends on of the problem, such as ``bf16_d128_causal``.
         config: The configuration it was rendered from.
         text: The file's content.
         emulate: The card whose pace it keeps to (``sm_120``), or None: then it keeps to none but its own.
         probed: Whether it counts its cycles, which an emulated one does.
     """
 
-    kind: str
+    kernel_spec: str
     config: Config
     text: str
     emulate: str | None = None
@@ -49,7 +49,7 @@ class Source:
     def name(self) -> str:
         """A name for files: configuration and kind, and what makes it another build than the one that is used."""
         build = f"_emulating_{self.emulate}" if self.emulate else "_probed" if self.probed else ""
-        return f"bwdtune_{self.config.id}_{self.kind}{build}"
+        return f"bwdtune_{self.config.id}_{self.kernel_spec}{build}"
 
 
 def render(
@@ -57,8 +57,8 @@ def render(
 ) -> Source:
     """The source of one kernel. Whether the configuration is valid for the problem is `space.refusal`'s to say.
 
-    Depends on the problem's kind (`Problem.kind`) and on the configuration; on nothing else, unless asked for a build
-    that is only measured, never used:
+    Depends on `Problem.kernel_spec` and on the configuration; on nothing else, unless asked for a build that is only
+    measured, never used:
 
     Args:
         problem: The problem.
@@ -76,7 +76,7 @@ def render(
         raise UsageError(f"{config.group} kernels do not count their cycles, and keep to no other card's pace")
     pace = emulation(emulate, card) if emulate else None
     text = template.render(kernel=kernel_context(problem, config, pace, probed))
-    return Source(problem.kind, config, text, emulate, probed)
+    return Source(problem.kernel_spec, config, text, emulate, probed)
 
 
 @functools.cache

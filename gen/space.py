@@ -56,10 +56,11 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
 
 def _feature_refusal(problem: Problem, config: Config) -> str | None:
     """What a problem asks for that the family's template does not have."""
-    lacking = [name for name in problem.asked if name not in config.features]
+    required = problem.required_features
+    lacking = [name for name in required if name not in config.features]
     if not lacking:
         return None
-    others = [family for family, config_type in FAMILIES.items() if set(problem.asked) <= config_type.features]
+    others = [family for family, config_type in FAMILIES.items() if set(required) <= config_type.features]
     named = " and no ".join(name.replace("_", "-") for name in lacking)
     return f"the {config.family} kernels have no {named}: the {' and '.join(others)} kernels do"
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..gen.errors import UsageError
-from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem, band
+from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem, visible_range
 from . import autograd, dispatch, forwards, math_attention, torch_attention
 from .call import DTYPE_NAMES, Call
 from .dispatch import counters, notices
@@ -245,7 +245,7 @@ def _cap(softcap: float) -> float:
 def _simplest(seqlen_q: int, seqlen_kv: int, causal: bool, features: Features) -> tuple[bool, Features]:
     """The same mask in its simplest terms, so that problems that are the same have the same winner."""
     left, right = features.limits(causal)
-    low, high = band(seqlen_q, seqlen_kv, left, right, features.bottom_right)
+    low, high = visible_range(seqlen_q, seqlen_kv, left, right, features.bottom_right)
     if low <= 1 - seqlen_q:  # the last query sees the first key
         left = UNLIMITED
     if high >= seqlen_kv - 1:  # the first query sees the last key

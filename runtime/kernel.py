@@ -145,7 +145,7 @@ class Launch:
 
 
 class Kernel:
-    """One compiled backward: a kind of problem (`gen.problem.Problem.kind`) and a configuration, at any sizes.
+    """One compiled backward: a kind of problem (`gen.problem.Problem.kernel_spec`) and a configuration, at any sizes.
 
     Safe between threads, under CUDA graph capture and after a fork: it holds nothing but function pointers.
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..gen.problem import band
+from ..gen.problem import visible_range
 from .features import Features
 
 _BLOCK_ELEMENTS = 2**25  # of the score matrix, over all heads
@@ -130,7 +130,7 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, causal: bool, features: Features) 
         seqlen_q, seqlen_kv = rows.stop - rows.start, keys.stop - keys.start
         if not seqlen_kv:
             continue
-        limits = band(seqlen_q, seqlen_kv, *features.limits(causal), features.bottom_right)
+        limits = visible_range(seqlen_q, seqlen_kv, *features.limits(causal), features.bottom_right)
         size = max(1, _BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * seqlen_kv))
         for first in range(0, seqlen_q, size):
             block = slice(rows.start + first, rows.start + min(first + size, seqlen_q))

@@ -81,7 +81,7 @@ class Earlier:
             raise BwdtuneError(f"{self.name} does not render: {reason}")
         texts = [json.loads(line)["text"] for line in answer.stdout.splitlines()]
         return [
-            Source(problem.kind, config, text, emulate, emulate is not None)
+            Source(problem.kernel_spec, config, text, emulate, emulate is not None)
             for (problem, config, emulate), text in zip(asked, texts, strict=True)
         ]
 

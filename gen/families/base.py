@@ -185,7 +185,7 @@ class Config(ABC):
     Attributes:
         family: The family's name, which is that of its folder of templates.
         group: What people call it together with its kin.
-        features: What of `Problem.asked` its template has.
+        features: What of `Problem.required_features` its template has.
         contradictions: What does not go together.
         has_probe: Its kernel can count its cycles and keep to another card's pace.
         divides_registers: Its warpgroups divide an SM's registers among themselves (``setmaxnreg``): there is one block

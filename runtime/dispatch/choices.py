@@ -190,7 +190,7 @@ class Dispatcher:
             self._choices = {one: choice for one, choice in self._choices.items() if not choice.final}
         self._choices[key] = choice
         if choice.final and not choice.kernel:
-            notices.warn_once((choice.cause, key[0].kind), f"attention has PyTorch's backward: {choice.reason}")
+            notices.warn_once((choice.cause, key[0].kernel_spec), f"attention has PyTorch's backward: {choice.reason}")
         return choice
 
     def _decided(self, problem: Problem, device_index: int) -> Choice:

@@ -37,7 +37,7 @@ class Rows:
     def _by_kind(self) -> dict[str, list[Row]]:
         found: dict[str, list[Row]] = {}
         for row in sorted(self.rows, key=lambda row: (row.shipped, row.limits or "", row.problem, row.config.id)):
-            found.setdefault(row.problem.kind, []).append(row)
+            found.setdefault(row.problem.kernel_spec, []).append(row)
         return found
 
 

@@ -58,7 +58,7 @@ def candidates(problem: Problem, device: Device, known: Rows) -> Iterator[Row | 
     kin = alike(gpu.capability)
     found = [
         row
-        for row in known.of_kind(problem.kind)
+        for row in known.of_kind(problem.kernel_spec)
         if row.gpu == gpu or (row.shipped and row.gpu.capability in kin)
     ]
     found.sort(key=lambda row: (row.problem != problem, row.gpu != gpu, distance(row.problem, problem)))

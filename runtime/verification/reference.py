@@ -78,7 +78,7 @@ def head_reference(case: Case, inputs: Inputs, sequence: int, head_kv: int) -> H
     k, v = (tensor[batch, head_kv, keys].double() for tensor in (inputs.k, inputs.v))
     queries, douts = (tensor[batch, heads, rows].double() for tensor in (inputs.q, inputs.dout))
     seqlen_q, seqlen_kv = queries.shape[1], k.shape[0]
-    low, high = problem.band(seqlen_q, seqlen_kv)
+    low, high = problem.visible_range(seqlen_q, seqlen_kv)
     dk, dv, dk_terms, dv_terms = (torch.zeros_like(k) for _ in range(4))
     dq, dq_terms = torch.zeros_like(queries), torch.zeros_like(queries)
     columns = torch.arange(seqlen_kv, device=k.device)

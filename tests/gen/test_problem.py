@@ -83,8 +83,8 @@ def test_one_mask_has_one_name() -> None:
 
 def test_a_kind_is_all_but_sizes_and_limits() -> None:
     one = Problem.parse("1_1_9x20_64", window_left=5, bottom_right=True, varlen=True)
-    assert one.kind == "bf16_d64_window_br_varlen"
-    assert Problem.parse("3_4_2_77_64", window_right=7, bottom_right=True, varlen=True).kind == one.kind
+    assert one.kernel_spec == "bf16_d64_window_br_varlen"
+    assert Problem.parse("3_4_2_77_64", window_right=7, bottom_right=True, varlen=True).kernel_spec == one.kernel_spec
     assert one.label == "1_1_9x20_64 bf16 window 5,-1 bottom-right varlen"
 
 
@@ -99,7 +99,7 @@ def test_pairs_are_counted(lengths: tuple[int, int], window: tuple[int, int], al
     problem = Problem(
         "bf16", 3, 1, 1, *lengths, 64, window_left=left, window_right=right, bottom_right=aligned and masked
     )
-    low, high = problem.band(*lengths)
+    low, high = problem.visible_range(*lengths)
     seen = sum(i + low <= j <= i + high for i in range(lengths[0]) for j in range(lengths[1]))
     on_diagonal = sum(0 <= i + high < lengths[1] for i in range(lengths[0])) if problem.mask == "causal" else 0
     assert problem.query_key_pairs == 3 * (seen - (on_diagonal + 1) // 2)

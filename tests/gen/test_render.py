@@ -56,7 +56,7 @@ def test_every_feature_changes_the_code() -> None:
         {"deterministic": True},
     ]
     problems = [Problem.parse("8_16_4096_128", causal=True, **feature) for feature in features]
-    texts = [code(problem, PRESETS["v3"]).replace(problem.kind, "") for problem in problems]
+    texts = [code(problem, PRESETS["v3"]).replace(problem.kernel_spec, "") for problem in problems]
     assert all(a != b for a, b in itertools.combinations(texts, 2))
 
 

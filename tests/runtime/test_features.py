@@ -19,7 +19,7 @@ from stub_kernels import stub_for
 
 import bwdtune
 from bwdtune.gen.device import Device
-from bwdtune.gen.problem import Problem, band
+from bwdtune.gen.problem import Problem, visible_range
 from bwdtune.runtime import dispatch
 from bwdtune.runtime.dispatch import Choice
 from bwdtune.runtime.kernel import Kernel, KernelError
@@ -188,7 +188,7 @@ def test_the_same_mask_is_the_same_problem(
 )
 def test_a_window_can_be_aligned_the_other_way(seqlen_q: int, more_keys: int, left: int, right: int) -> None:
     def seen(sizes: tuple[int, int], limits: tuple[int, int], bottom_right: bool) -> set[tuple[int, int]]:
-        low, high = band(*sizes, *limits, bottom_right)
+        low, high = visible_range(*sizes, *limits, bottom_right)
         return {(i, j) for i in range(sizes[0]) for j in range(sizes[1]) if i + low <= j <= i + high}
 
     seqlen_kv = seqlen_q + more_keys

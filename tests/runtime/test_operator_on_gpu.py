@@ -50,13 +50,13 @@ def libraries(_kernel_cache: Any) -> dict[str, Kernel]:
     loaded = {}
     for problem, variant in zip(problems, variants, strict=True):
         assert variant.library, variant.error
-        loaded[problem.kind] = Kernel.load(variant.library)
+        loaded[problem.kernel_spec] = Kernel.load(variant.library)
     return loaded
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Kernel]) -> Iterator[Kernels]:
-    found = Kernels(lambda problem: libraries[problem.kind])
+    found = Kernels(lambda problem: libraries[problem.kernel_spec])
     monkeypatch.setattr(dispatch, "choose", found.choose)
     yield found
     bwdtune.disable()

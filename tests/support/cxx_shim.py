@@ -48,7 +48,7 @@ class CxxShim:
         with mock.patch.dict(os.environ):
             os.environ.pop("CXX", None)  # a stub is compiled by a real one
             stub = stub_for(problem)
-        shutil.copy(stub, self._home / f"{problem.kind}.so")
+        shutil.copy(stub, self._home / f"{problem.kernel_spec}.so")
 
     @property
     def compiled(self) -> list[str]:

@@ -89,12 +89,12 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        return f"{self.family}_{self.problem.kind}"
+        return f"{self.family}_{self.problem.kernel_spec}"
 
     def config(self, device: Device) -> Config:
         """One of the family's valid configurations: any, but always the same one."""
         config = _any_config(self.family, self.problem, device)
-        assert config, f"the {self.family} family has no configuration for {self.problem.kind}"
+        assert config, f"the {self.family} family has no configuration for {self.problem.kernel_spec}"
         return config
 
 
@@ -105,7 +105,7 @@ def _representatives(family: str) -> tuple[Config, ...]:
 
 @functools.cache
 def _any_config(family: str, problem: Problem, device: Device) -> Config | None:
-    drawn, configs = random.Random(problem.kind), _representatives(family)
+    drawn, configs = random.Random(problem.kernel_spec), _representatives(family)
     # Most problems are served by many: a few draws find one. Where they do not, all are asked.
     candidates = itertools.chain(drawn.choices(configs, k=1000), configs)
     valid = next((config for config in candidates if refusal(problem, config, device) is None), None)
@@ -140,8 +140,8 @@ def matrix() -> tuple[Kernel, ...]:
         for problem in problems
         if family == MmaConfig.family
         or (
-            (problem.asked or problem.head_dim not in ALL_FEATURES_AT)
-            and set(problem.asked) <= config_type.features
+            (problem.required_features or problem.head_dim not in ALL_FEATURES_AT)
+            and set(problem.required_features) <= config_type.features
             and _any_config(family, Problem("bf16", 1, 2, 1, 256, 256, problem.head_dim), HOST)
             and _any_config(family, problem, HOST)
         )
@@ -153,9 +153,9 @@ def sample() -> tuple[Kernel, ...]:
     kernels = matrix()
     # A stride that is prime to the numbers of masks and of features walks through all of both.
     chosen = list(kernels[::13])
-    seen = {(kernel.family, feature) for kernel in chosen for feature in kernel.problem.asked}
+    seen = {(kernel.family, feature) for kernel in chosen for feature in kernel.problem.required_features}
     for kernel in kernels:
-        features = {(kernel.family, feature) for feature in kernel.problem.asked}
+        features = {(kernel.family, feature) for feature in kernel.problem.required_features}
         if not features <= seen:
             chosen.append(kernel)
             seen |= features
@@ -165,7 +165,7 @@ def sample() -> tuple[Kernel, ...]:
 def _cases(problem: Problem) -> Iterator[Case]:
     lengths = PACKED * 3 if problem.varlen else LENGTHS
     # Not in step with each other, so that over the kernels each meets each.
-    for number, one in enumerate(lengths, sum(problem.kind.encode())):
+    for number, one in enumerate(lengths, sum(problem.kernel_spec.encode())):
         heads_q, heads_kv = HEADS[number % len(HEADS)]
         left, right = WINDOWS[number % len(WINDOWS)] if problem.mask == "window" else (-1, -1)
         sequences = one if problem.varlen else ()

@@ -97,7 +97,7 @@ def test_a_split_group_costs_the_presets_no_spills(device: Device) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
-@pytest.mark.parametrize("problem", FEATURED, ids=lambda problem: problem.kind)
+@pytest.mark.parametrize("problem", FEATURED, ids=lambda problem: problem.kernel_spec)
 def test_features_do_not_spill(device: Device, problem: Problem) -> None:
     assert_fits(problem, MmaConfig(32, 64, 4, stages=2, v_in_registers=False, unroll_dq=False), device)
 
@@ -157,7 +157,7 @@ TRANSPOSED_FEATURED: tuple[tuple[Problem, Config], ...] = (
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
 @pytest.mark.parametrize(
-    ("problem", "config"), TRANSPOSED_FEATURED, ids=[problem.kind for problem, _ in TRANSPOSED_FEATURED]
+    ("problem", "config"), TRANSPOSED_FEATURED, ids=[problem.kernel_spec for problem, _ in TRANSPOSED_FEATURED]
 )
 def test_features_of_transposed_kernels_do_not_spill(device: Device, problem: Problem, config: Config) -> None:
     assert_fits(problem, config, device)

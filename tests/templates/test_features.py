@@ -43,7 +43,7 @@ def wrong(kernels: Sequence[feature_matrix.Kernel], verifier: Verifier, device: 
 def test_the_matrix_has_every_mask_with_every_feature_and_thousands_of_cases() -> None:
     assert sum(len(kernel.cases) for kernel in MATRIX) >= 2000
     assert len({kernel.name for kernel in MATRIX}) == len(MATRIX)
-    assert all(case.problem.kind == kernel.problem.kind for kernel in MATRIX for case in kernel.cases)
+    assert all(case.problem.kernel_spec == kernel.problem.kernel_spec for kernel in MATRIX for case in kernel.cases)
     for name in ("split_gqa_heads", "dq_bulk_reduce"):
         assert {getattr(kernel.config(HOST), name, None) for kernel in SAMPLE} >= {False, True}
     assert {kernel.problem.head_dim for kernel in MATRIX} >= {32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256}
@@ -52,7 +52,7 @@ def test_the_matrix_has_every_mask_with_every_feature_and_thousands_of_cases() -
 def test_the_sample_has_every_feature_of_every_family() -> None:
     for family, config_type in FAMILIES.items():
         kernels = [kernel for kernel in SAMPLE if kernel.family == family]
-        assert {feature for kernel in kernels for feature in kernel.problem.asked} == config_type.features
+        assert {feature for kernel in kernels for feature in kernel.problem.required_features} == config_type.features
 
 
 @pytest.mark.parametrize("kernel", SAMPLE, ids=lambda kernel: kernel.name)
@@ -85,7 +85,7 @@ DETERMINISTIC = [
     feature_matrix.Kernel(family, problem)
     for family, config_type in FAMILIES.items()
     for problem in DETERMINISTIC_PROBLEMS
-    if set(problem.asked) <= config_type.features
+    if set(problem.required_features) <= config_type.features
 ]
 
 

@@ -599,7 +599,7 @@ def mutated(
     right = render(problem, config)
     code = without_comments(right.text)
     assert old in code, f"{name}: the code no longer has {old!r}"
-    return Source(right.kind, right.config, code.replace(old, new))
+    return Source(right.kernel_spec, right.config, code.replace(old, new))
 
 
 @functools.cache

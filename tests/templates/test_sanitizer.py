@@ -172,7 +172,7 @@ def wrong_word(controls: Path) -> str | None:
 def test_no_race_is_reported(tmp_path: Path, problem: Problem, config: str, wrong_word: str | None) -> None:
     device, parsed = current_device(), parse_config(config)
     transposed = parsed.family == TransposedMmaConfig.family
-    unjudged = UNJUDGED.get(config) or UNJUDGED.get(f"{problem.kind} {config}")
+    unjudged = UNJUDGED.get(config) or UNJUDGED.get(f"{problem.kernel_spec} {config}")
     if reason := refusal(problem, parsed, device) or unjudged or (transposed and wrong_word):
         pytest.skip(reason)
     example = build_example(problem, parsed, device.arch, tmp_path, EACH_LANE_ARRIVES if transposed else {})
@@ -198,5 +198,5 @@ def test_what_runs_on_a_gpu_only_can_be_built(tmp_path: Path) -> None:
 def test_every_feature_of_every_family_is_run_on_a_card_with_all_of_them() -> None:
     run = [(problem, parse_config(config)) for problem, config in (*PLAIN, *FEATURED)]
     assert not [reason for problem, config in run if (reason := refusal(problem, config, H200))]
-    features = {(config.family, feature) for problem, config in run for feature in problem.asked}
+    features = {(config.family, feature) for problem, config in run for feature in problem.required_features}
     assert features == {(family, feature) for family, config in FAMILIES.items() for feature in config.features}

@@ -199,7 +199,7 @@ def _contents(problem: Problem, source: Source, arch: str, measurement: Mapping[
         "source_file": f"{source.name}.cu",
         "source_hash": source.hash,
         "problem": problem,
-        "features": problem.kind_label,
+        "features": problem.kernel_spec_label,
         "dtype": problem.dtype,
         "config": source.config,
         "preset": preset_name(source.config),

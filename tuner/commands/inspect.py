@@ -116,7 +116,7 @@ class Inspection:
         from rich.table import Table
 
         name = short_form(self.config)
-        kind = f"{self.problem.dtype}, head_dim {self.problem.head_dim}, {self.problem.kind_label}"
+        kind = f"{self.problem.dtype}, head_dim {self.problem.head_dim}, {self.problem.kernel_spec_label}"
         table = Table(title=f"{name}, {kind}, {self.device.arch}")
         table.add_column("main kernel")
         table.add_column("compiled", justify="right")

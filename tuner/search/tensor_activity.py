@@ -12,7 +12,7 @@ MMA_PRODUCTS = MMA_M * MMA_N * MMA_K  # multiply-adds of an mma.m16n8k16
 
 def query_tiles_met(problem: Problem, block_q: int, block_kv: int, seqlen_q: int, seqlen_kv: int) -> tuple[int, ...]:
     """The tiles of queries that the mask leaves each tile of keys, of one head of a sequence of these lengths."""
-    low, high = problem.band(seqlen_q, seqlen_kv)
+    low, high = problem.visible_range(seqlen_q, seqlen_kv)
     query_tiles = ceil_div(seqlen_q, block_q)
     met = []
     for kv_start in range(0, seqlen_kv, block_kv):

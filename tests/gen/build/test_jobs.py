@@ -90,7 +90,7 @@ class TestResults:
 
         def on_done(variant: Variant) -> None:
             assert threading.current_thread() is threading.main_thread()
-            told.append(variant.source.kind)
+            told.append(variant.source.kernel_spec)
             if len(told) == len(quick):
                 gate.touch()
 

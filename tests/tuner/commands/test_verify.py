@@ -20,7 +20,7 @@ def reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     def planted(problem: Problem, config: Config) -> Source:
         right = render(problem, config)
         assert old in right.text, f"the template no longer says {old!r}"
-        return Source(right.kind, right.config, right.text.replace(old, new))
+        return Source(right.kernel_spec, right.config, right.text.replace(old, new))
 
     monkeypatch.setattr("bwdtune.tuner.commands.verify.render", planted)
     assert main([*VERIFY, "--config", preset]) == 1

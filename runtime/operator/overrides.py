@@ -15,7 +15,7 @@ import torch
 from torch.library import Library
 
 from ...gen.errors import BwdtuneError
-from ...gen.problem import UNLIMITED, Problem, band
+from ...gen.problem import UNLIMITED, Problem, visible_range
 from .. import dispatch
 from ..dispatch import notices
 from ..features import Features, Sequences
@@ -176,7 +176,7 @@ def _simplest(q: torch.Tensor, k: torch.Tensor, features: Features) -> Features:
     if sequences:
         bottom_right = bottom_right and sequences.cu_seqlens_q is not sequences.cu_seqlens_kv
     else:
-        low, high = band(q.shape[2], k.shape[2], left, right, bottom_right)
+        low, high = visible_range(q.shape[2], k.shape[2], left, right, bottom_right)
         left = UNLIMITED if low <= 1 - q.shape[2] else left
         right = UNLIMITED if high >= k.shape[2] - 1 else right
         bottom_right = bottom_right and q.shape[2] != k.shape[2]

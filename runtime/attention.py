@@ -43,12 +43,12 @@ def attention(
     """Scaled dot-product attention: `F.scaled_dot_product_attention` with a tuned backward, and with more masks.
 
     The forward is the fastest there is for the mask (`forwards.choose`): where that is plain PyTorch's own choice. The
-    backward is the kernel that `tuner search` stored as the winner for this
-    problem (or the nearest one to it: `dispatch.choose`) on the tensors' GPU, compiled on first use. Where there is
-    none, or the input is not one that a kernel takes (on the CPU, not 4-dimensional, of another dtype, empty, a tensor
-    subclass, with a scale that is not positive, while PyTorch's fused attention is off), the whole call is PyTorch's,
-    and one line in the log of ``bwdtune`` says why, once. So it is, without a line, under `torch.compile` and where no
-    gradient is needed.
+    backward is the kernel that was stored or shipped for this problem, or for one near it, on such a GPU
+    (`dispatch.choose`); one that has yet to be compiled is compiled in the background, and PyTorch's backward serves
+    until then. Where there is none, or the input is not one that a kernel takes (on the CPU, not 4-dimensional, of
+    another dtype, empty, a tensor subclass, with a scale that is not positive, while PyTorch's fused attention is off),
+    the whole call is PyTorch's, and one line in the log of ``bwdtune`` says why, once. So it is, without a line, where
+    no gradient is needed, and under `torch.compile` without the C++ operator (`runtime.operator`).
 
     PyTorch has no fused forward with a softcap: where FlashAttention-3 is not installed, that one is made of elementary
     operations, tens of times slower. Under the transforms of `torch.func`, so is all that PyTorch's function lacks.

@@ -17,61 +17,11 @@ from torch.utils import flop_counter
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime import dispatch, math_attention, operator
 from bwdtune.runtime.dispatch import Choice
-from bwdtune.runtime.features import Features, Sequences
+from bwdtune.runtime.features import Features
 from bwdtune.runtime.kernel import Kernel
 
 ops = torch.ops.bwdtune
 Gradients = tuple[torch.Tensor, ...]
-
-
-@pytest.fixture(autouse=True)
-def _elementary_forward() -> Any:
-    """A forward of Python's: elementary operations, by the name ``elementary``."""
-    library = torch.library.Library("bwdtune", "IMPL")
-    library.impl("forward", _forward, "CPU")
-    library.impl("forward_varlen", _forward_varlen, "CPU")
-    library.impl("forward_varlen_backward", _forward_varlen_backward, "CPU")
-    yield
-    library._destroy()
-
-
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    left: int,
-    right: int,
-    bottom_right: bool,
-    softcap: float,
-    name: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    assert name == "elementary"
-    output, lse = math_attention.forward(q, k, v, causal, scale, Features((left, right), bottom_right, softcap))
-    return output.contiguous(), lse.contiguous()
-
-
-def _forward_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    features = Features((rest[6], rest[7]), rest[8], rest[9], Sequences(*rest[:4]))
-    heads_first = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-    output, lse = math_attention.forward(*heads_first, rest[4], rest[5], features)
-    return output[0].transpose(0, 1).contiguous(), lse[0].contiguous()
-
-
-def _forward_varlen_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *rest: Any,
-) -> Gradients:
-    features = Features((rest[6], rest[7]), rest[8], rest[9], Sequences(*rest[:4]))
-    heads_first = [tensor.transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
-    found = math_attention.gradients(*heads_first, lse[None], causal=rest[4], scale=rest[5], features=features)
-    return tuple(gradient[0].transpose(0, 1).contiguous() for gradient in found)
 
 
 def exact(inputs: Gradients, dout: torch.Tensor, **options: Any) -> Gradients:
@@ -104,7 +54,7 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients(kernels: Kernels, mask: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     inputs = leaves(*sizes, dtype=dtype)
-    output, lse = ops.attention(*inputs, enable_gqa=True, forward="elementary", **MASKS[mask])
+    output, lse = ops.attention(*inputs, enable_gqa=True, forward="math", **MASKS[mask])
     assert lse.shape == inputs[0].shape[:3]
     assert not lse.requires_grad
     dout = torch.randn(output.shape).to(dtype)
@@ -129,7 +79,7 @@ def test_layouts(kernels: Kernels, layout: str) -> None:
     """Of inputs and of dout: right values, in the strides that the fake implementation promises."""
     arrange = LAYOUTS[layout]
     inputs = tuple(arrange(tensor.detach()).requires_grad_() for tensor in leaves(2, 2, 2, 20, 20))
-    output, _ = ops.attention(*inputs, is_causal=True, forward="elementary")
+    output, _ = ops.attention(*inputs, is_causal=True, forward="math")
     dout = arrange(torch.randn(output.shape).bfloat16())
     found = torch.autograd.grad(output, inputs, dout)
     assert_right(found, exact(inputs, dout, is_causal=True))
@@ -168,7 +118,7 @@ def test_packed_sequences(kernels: Kernels, causal: bool, ours: bool) -> None:
     lengths = [7, 1, 20]
     inputs, sizes = packed_inputs(lengths)
     kernels.none = "" if ours else "nothing is stored"
-    output, lse = ops.attention_varlen(*inputs, *sizes, causal, enable_gqa=True, forward="elementary")
+    output, lse = ops.attention_varlen(*inputs, *sizes, causal, enable_gqa=True, forward="math")
     assert lse.shape == (4, sum(lengths))
     dout = torch.randn(output.shape).bfloat16()
     found = torch.autograd.grad(output, inputs, dout)
@@ -196,7 +146,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_the_same_mask_is_the_same_problem(kernels: Kernels, name: str) -> None:
     options, expected = SAME[name]
     inputs = leaves(1, 2, 2, 20, 20)
-    output, _ = ops.attention(*inputs, forward="elementary", **options)
+    output, _ = ops.attention(*inputs, forward="math", **options)
     output.sum().backward()
     assert kernels.asked == [Problem("bf16", 1, 2, 2, 20, 20, 64, **expected)]
 
@@ -277,7 +227,7 @@ def test_deterministic(kernels: Kernels, asked: bool | None, mode: bool) -> None
 @pytest.mark.parametrize("sizes", [(0, 2, 2, 5, 5), (1, 2, 2, 0, 5), (1, 2, 2, 5, 0)])
 def test_empty_inputs(kernels: Kernels, sizes: tuple[int, ...]) -> None:
     q, k, v = (tensor.detach() for tensor in leaves(*sizes))
-    mask = (False, 0.125, -1, -1, False, 0.0, None, "elementary")
+    mask = (False, 0.125, -1, -1, False, 0.0, None, "math")
     found = ops.backward(q, q, k, v, q, q.new_zeros(q.shape[:3], dtype=torch.float32), None, None, *mask)
     assert [gradient.shape for gradient in found] == [q.shape, k.shape, v.shape]
     assert not any(gradient.any() for gradient in found)
@@ -289,7 +239,7 @@ def gradients(*inputs: torch.Tensor) -> Gradients:
 
 
 def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    output, _ = ops.attention(q, k, v, True, None, True, window_left=9, forward="elementary")
+    output, _ = ops.attention(q, k, v, True, None, True, window_left=9, forward="math")
     return output.float().square().sum()
 
 
@@ -371,13 +321,13 @@ def test_flops_are_counted(kernels: Kernels) -> None:
     """As PyTorch counts its own: two products of matrices forward, five backward."""
     inputs = leaves(1, 4, 2, 20, 30)
     with flop_counter.FlopCounterMode(display=False) as counter:
-        output, _ = ops.attention(*inputs, enable_gqa=True, forward="elementary")
+        output, _ = ops.attention(*inputs, enable_gqa=True, forward="math")
     forward = counter.get_total_flops()
     with flop_counter.FlopCounterMode(display=False) as counter:
         output.sum().backward()
     assert counter.get_total_flops() == 5 * 2 * 4 * 20 * 30 * 64
     with flop_counter.FlopCounterMode(display=False) as counter:
-        ops.attention(*(tensor.detach() for tensor in inputs), enable_gqa=True, forward="elementary")
+        ops.attention(*(tensor.detach() for tensor in inputs), enable_gqa=True, forward="math")
     assert counter.get_total_flops() == 2 * 2 * 4 * 20 * 30 * 64
     assert forward in (0, counter.get_total_flops())
 
@@ -390,14 +340,14 @@ def test_query_heads_that_do_not_go_with_the_others(kernels: Kernels) -> None:
 def test_opcheck(kernels: Kernels) -> None:
     inputs = leaves(1, 4, 2, 20, 20)
     opcheck(ops.attention.default, (*inputs, True, None, True), {"forward": "cpu"})
-    opcheck(ops.attention.default, (*inputs, True, None, True), {"forward": "elementary"})
+    opcheck(ops.attention.default, (*inputs, True, None, True), {"forward": "math"})
     packed, sizes = packed_inputs([7, 1, 20])
-    opcheck(ops.attention_varlen.default, (*packed, *sizes, True, None, True), {"forward": "elementary"})
+    opcheck(ops.attention_varlen.default, (*packed, *sizes, True, None, True), {"forward": "math"})
     q, k, v = (tensor.detach() for tensor in inputs)
     output, lse = ops.attention(q, k, v, True, None, True, forward="cpu")
     mask = (True, 0.125, -1, -1, False, 0.0, None, "cpu")
     opcheck(ops.backward.default, (torch.randn_like(output), q, k, v, output, lse, None, None, *mask))
     q, k, v = (tensor.detach() for tensor in packed)
-    output, lse = ops.attention_varlen(q, k, v, *sizes, True, None, True, forward="elementary")
-    mask = (True, 0.125, -1, -1, False, 0.0, None, "elementary")
+    output, lse = ops.attention_varlen(q, k, v, *sizes, True, None, True, forward="math")
+    mask = (True, 0.125, -1, -1, False, 0.0, None, "math")
     opcheck(ops.backward_varlen.default, (torch.randn_like(output), q, k, v, output, lse, None, None, *sizes, *mask))

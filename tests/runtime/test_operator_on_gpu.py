@@ -251,11 +251,12 @@ def test_cuda_graph(kernels: Kernels, known: bool) -> None:
     assert_near(captured, eager(*inputs))
 
 
-def test_compiled_into_cuda_graphs(kernels: Kernels) -> None:
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_compiled_into_cuda_graphs(kernels: Kernels, mode: str) -> None:
     inputs = cuda(2, 2, 2, 300, 300)
     plain = eager(*inputs)
     torch._dynamo.reset()
-    compiled = torch.compile(loss, mode="reduce-overhead", fullgraph=True)
+    compiled = torch.compile(loss, mode=mode, fullgraph=True)
     with bwdtune.enabled():
         for _ in range(3):
             torch.compiler.cudagraph_mark_step_begin()
@@ -329,3 +330,22 @@ def test_varlen_attn(kernels: Kernels) -> None:
         ours = torch.autograd.grad(output, inputs, dout)
     assert kernels.launches == 1, kernels.fallbacks
     assert_near(ours, plain)
+
+
+def test_tensors_that_are_distributed(kernels: Kernels) -> None:
+    """DTensor, sharded by heads over a mesh of one GPU: its rules are those of PyTorch's operators."""
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    distributed.init_process_group("nccl", rank=0, world_size=1, store=distributed.HashStore())
+    try:
+        plain = cuda(2, 2, 2, 300, 300)
+        expected = eager(*plain)
+        mesh = init_device_mesh("cuda", (1,))
+        inputs = [distribute_tensor(tensor.detach(), mesh, [Shard(1)]).requires_grad_() for tensor in plain]
+        with bwdtune.enabled():
+            found = eager(*inputs)
+    finally:
+        distributed.destroy_process_group()
+    assert kernels.launches == 1, kernels.fallbacks
+    assert_near(tuple(tensor.to_local() for tensor in found), expected)

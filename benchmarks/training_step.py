@@ -108,7 +108,9 @@ class Training:
         torch.manual_seed(0)
         model: Any = Gpt(shape, _attention(way)).to(device, torch.bfloat16)
         if distributed == "ddp":
-            model = nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if device.index else None)
+            model = nn.parallel.DistributedDataParallel(
+                model, device_ids=[device.index] if device.type == "cuda" else None
+            )
         elif distributed == "fsdp2":
             from torch.distributed.fsdp import fully_shard
 

@@ -193,3 +193,28 @@ def test_one_tensor_for_all_three(ours: Kernels) -> None:
     (x, _, _) = leaves(1, 2, 2, 20, 20, head_dim=32)
     assert_right(lambda x: bwdtune.attention(x, x, x, is_causal=True), (x,))
     assert ours.launches == 1
+
+
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_saved_tensor_hooks_and_defaults_of_pytorch(ours: Kernels, mask: str) -> None:
+    inputs = leaves(1, 2, 2, 20, 20, head_dim=32)
+    dout = dout_of(inputs[0])
+    expected = torch.autograd.grad(bwdtune.attention(*inputs, **MASKS[mask]), inputs, dout)
+    packed: list[torch.Tensor] = []
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (packed.append(tensor), len(packed) - 1)[1], lambda index: packed[index]
+        ):
+            output = bwdtune.attention(*inputs, **MASKS[mask])
+        for _ in range(2):
+            found = torch.autograd.grad(output, inputs, dout, retain_graph=True)
+            for gradient, right in zip(found, expected, strict=True):
+                assert torch.equal(gradient, right)
+    finally:
+        torch.set_default_dtype(default)
+    assert len(packed) >= 5, "nothing is held outside of the hooks"
+    assert ours.launches == 3
+    with torch.inference_mode():
+        assert torch.allclose(bwdtune.attention(*inputs, **MASKS[mask]), output, atol=0.02)

@@ -23,17 +23,17 @@ def main(lengths: tuple[int, ...] = (100, 17, 240, 3)) -> float:
     )
     # Where each document begins, and the end of the last. One tensor for both says that the lengths are the same.
     starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-    options = {"is_causal": True, "enable_gqa": True}
-    output = bwdtune.attention_varlen(q, k, v, starts, starts, max(lengths), max(lengths), **options)
-    output.float().square().sum().backward()
+    longest = max(lengths)
+    output = bwdtune.attention_varlen(q, k, v, starts, starts, longest, longest, is_causal=True, enable_gqa=True)
+    packed = torch.autograd.grad(output.float().square().sum(), (q, k, v))
 
     difference, at = 0.0, 0
     for length in lengths:
         one = [tensor[at : at + length].detach().transpose(0, 1)[None].requires_grad_() for tensor in (q, k, v)]
-        bwdtune.attention(*one, **options).float().square().sum().backward()
-        for alone, packed in zip(one, (q, k, v), strict=True):
-            there = packed.grad[at : at + length].transpose(0, 1)[None]
-            difference = max(difference, float((there - alone.grad).norm() / alone.grad.norm()))
+        output = bwdtune.attention(one[0], one[1], one[2], is_causal=True, enable_gqa=True)
+        for alone, together in zip(torch.autograd.grad(output.float().square().sum(), one), packed, strict=True):
+            there = together[at : at + length].transpose(0, 1)[None]
+            difference = max(difference, float((there - alone).norm() / alone.norm()))
         at += length
     return difference
 

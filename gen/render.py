@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .context import kernel_context
 from .device import H200, Device
 from .emulation import emulation
 from .errors import UsageError
@@ -75,7 +74,7 @@ def render(
     if probed and not config.has_probe:
         raise UsageError(f"{config.group} kernels do not count their cycles, and keep to no other card's pace")
     pace = emulation(emulate, card) if emulate else None
-    text = template.render(kernel=kernel_context(problem, config, pace, probed))
+    text = template.render(kernel=config.context(problem, pace, probed))
     return Source(problem.kernel_spec, config, text, emulate, probed)
 
 

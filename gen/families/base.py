@@ -18,6 +18,9 @@ from ..problem import Problem
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
+
+    from ..emulation import Emulation
+    from .context import KernelContext
 else:
 
     def dataclass_transform(**_: object) -> Callable[[Any], Any]:
@@ -269,6 +272,10 @@ class Config(ABC):
     @abstractmethod
     def tile_work(self, problem: Problem) -> TileWork:
         """The work of one tile of scores."""
+
+    @abstractmethod
+    def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
+        """What the family's templates see for a problem; see `KernelContext` for the arguments."""
 
     def estimate(self, problem: Problem) -> Estimate:
         """What a block needs. Whether the problem divides as configured is not checked here but by `refusal`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ..device import Device
+from ..emulation import Emulation
 from ..problem import ACCUMULATOR_BYTES, FEATURES, Problem
 from .base import (
     BARRIER_BYTES,
@@ -21,6 +23,7 @@ from .base import (
     family,
     parameter,
 )
+from .context import KernelContext
 
 _CHUNK_BYTES = 16  # what ldmatrix reads of a row, and the narrowest panel
 _WORKING_REGISTERS = 16  # two operand fragments in flight, and the addresses and loop state that nothing can do without
@@ -147,6 +150,9 @@ class MmaConfig(Config):
         passing = FRAGMENT_REGISTERS * max(2 * score_fragments, dq_fragments)
         return 2 * FRAGMENT_REGISTERS * dkv_fragments + kept + passing + _WORKING_REGISTERS
 
+    def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
+        return MmaContext.of(problem, self, pace, probed)
+
     def product_columns(self, problem: Problem) -> int:
         of_scores, of_dq, of_dkv = self._columns(problem)
         return 2 * of_scores + of_dq + 2 * of_dkv
@@ -189,6 +195,34 @@ class MmaConfig(Config):
             for warps in (1, self.warps_per_row_group, warps_per_key_group)
         )
         return of_scores, of_dq, of_dkv
+
+
+@dataclass(frozen=True)
+class MmaContext(KernelContext):
+    """The ``mma`` family's."""
+
+    config: MmaConfig
+
+    @property
+    def swizzle_bytes(self) -> int:
+        return self.config.swizzle
+
+    @property
+    def overlaps_kernels(self) -> bool:
+        return False
+
+    @property
+    def transposes_quads(self) -> bool:
+        return False
+
+    @property
+    def has_counters(self) -> bool:
+        return self.deterministic
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether each query head of a group has blocks of its own, whose dK and dV are added up in global memory."""
+        return self.config.split_gqa_heads
 
 
 def _columns_per_warp(head_dim: int, warps: int) -> int:

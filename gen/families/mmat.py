@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ..device import Device
+from ..emulation import Emulation
 from ..problem import ACCUMULATOR_BYTES, FEATURES, Problem
 from .base import (
     BARRIER_BYTES,
@@ -20,6 +22,7 @@ from .base import (
     family,
     parameter,
 )
+from .context import KernelContext
 
 _PITCH_BYTES = 128  # of a panel's row
 _STAGGERED_WARPS = 8  # two for each of an SM's sub-partitions, which a block's warps go round
@@ -273,6 +276,9 @@ class TransposedMmaConfig(Config):
         passing = max(scores + beside_dp, self.block_q // self.dq_row_warps * dq_columns // 32)
         return sums + kept + passing + _WORKING_REGISTERS
 
+    def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
+        return MmatContext.of(problem, self, pace, probed)
+
     def product_columns(self, problem: Problem) -> int:
         of_scores = ceil_div(problem.head_dim, MMA_K) * MMA_K
         (dkv_parts, dq_parts), (of_dkv, of_dq) = self.column_parts, self.columns(problem.head_dim)
@@ -311,6 +317,79 @@ class TransposedMmaConfig(Config):
             in_step=not self.staggered,
             dq_vector=None if self.dq_bulk_reduce else self.dq_vector,
         )
+
+
+@dataclass(frozen=True)
+class MmatContext(KernelContext):
+    """The ``mmat`` family's."""
+
+    config: TransposedMmaConfig
+
+    @property
+    def orders_proxies(self) -> bool:
+        return self.config.dq_bulk_reduce and self.deterministic
+
+    @property
+    def pads_sequences(self) -> bool:
+        return self.varlen
+
+    @property
+    def sequence(self) -> str:
+        """The member of an item that says which sequence it is of."""
+        return "sequence" if self.varlen else "batch"
+
+    @property
+    def seqlen_q(self) -> str:
+        return "item.seqlen_q" if self.varlen else "arguments.seqlen_q"
+
+    @property
+    def seqlen_kv(self) -> str:
+        return "item.seqlen_kv" if self.varlen else "arguments.seqlen_kv"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether two query groups hand P and dS to each other, so that each sums dK and dV over all queries."""
+        return self.config.exchanges
+
+    @property
+    def exchanges_p_first(self) -> bool:
+        """Whether they hand over P ahead of dS, behind barriers of its own."""
+        return self.config.exchanges_p_first
+
+    @property
+    def splits_queries(self) -> bool:
+        """Whether query groups have parts of dK and dV, which are added up at the end."""
+        return self.config.splits_k
+
+    @property
+    def held_p(self) -> str:
+        """The type in which P waits until dS is made of it."""
+        return "fp16" if self.config.p_first and self.config.p_in_fp16 else self.dtype
+
+    @property
+    def divides_evenly(self) -> bool:
+        """Whether the column groups of dK and dV, and the column warps of dQ, have all the same columns."""
+        dkv_groups = self.config.query_groups if self.exchanges else 1
+        dq_warps = self.config.num_warps // self.config.dq_row_warps
+        return all(self.head_dim % (FRAGMENT_COLUMNS * parts) == 0 for parts in (dkv_groups, dq_warps))
+
+    @property
+    def converts_p(self) -> bool:
+        """Whether P is held in another type than the products take it in.
+
+        With a cap, dS is made of another value than P, and P itself needs no other type.
+        """
+        return self.held_p != self.dtype and not self.softcap
+
+    @property
+    def mixes_p(self) -> bool:
+        """Whether only some blocks of P are held in that other type."""
+        return self.converts_p and self.config.p_fp16_period > 1
+
+    @property
+    def sets_p_aside(self) -> bool:
+        """Whether what dS is made of, if it is not dV's P, waits in shared memory where dS will lie."""
+        return self.exchanges_p_first and (self.converts_p or self.softcap)
 
 
 def _panel_columns(problem: Problem) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ..device import Device
+from ..emulation import Emulation
 from ..problem import ACCUMULATOR_BYTES, CAUSAL, FULL, WINDOW, Problem
 from .base import (
     BARRIER_BYTES,
@@ -19,19 +21,12 @@ from .base import (
     family,
     parameter,
 )
+from .context import KernelContext
 
-_WARPGROUP_THREADS = 128
-_WARPGROUP_KEYS = 64  # m of wgmma
-_MMA_WARPGROUPS = 2
+_CONVERTED_ROWS = 32  # of dQ, that the warp which converts it takes at a time
 _HEAD_DIMS = range(32, 128 + 1, 8)
 _PANEL_COLUMNS = 64
-_STAGES = 2  # of Q and of dO, and of dS
-_ITEM_STAGES = 8
-_BARRIERS = 21 + 2 * _ITEM_STAGES
-ZEROS_BYTES = 2048  # that dQ's places are cleared with where the kernel converts dQ
-CONVERTED_ROWS = 32  # of dQ, that the warp which converts it takes at a time
 _WORKING_REGISTERS = 28
-_MMA_REGISTERS = 240  # what is left to each of 256 computing threads where 128 others have 24
 
 
 @family
@@ -42,9 +37,21 @@ class WgmmaConfig(Config):
     group: ClassVar[str] = "wgmma"
     features: ClassVar[frozenset[str]] = frozenset({"window", "bottom_right", "softcap", "deterministic"})
     divides_registers: ClassVar[bool] = True
-    threads: ClassVar[int] = (1 + _MMA_WARPGROUPS) * _WARPGROUP_THREADS
-    block_kv: ClassVar[int] = _MMA_WARPGROUPS * _WARPGROUP_KEYS
+
+    # What is no parameter: the template has it from here.
+    warpgroup_threads: ClassVar[int] = 128
+    warpgroup_keys: ClassVar[int] = 64  # m of wgmma
+    consumer_warpgroups: ClassVar[int] = 2
+    threads: ClassVar[int] = (consumer_warpgroups + 1) * warpgroup_threads
+    block_kv: ClassVar[int] = consumer_warpgroups * warpgroup_keys
     min_blocks_per_sm: ClassVar[int] = 1
+    producer_registers: ClassVar[int] = 24  # of a thread
+    consumer_registers: ClassVar[int] = 240  # what is then left to the others
+    stages: ClassVar[int] = 2  # of Q, of dO and of dS
+    item_stages: ClassVar[int] = 8
+    converted_rows: ClassVar[int] = _CONVERTED_ROWS
+    zeros_bytes: ClassVar[int] = 2048  # that slots of dQ are cleared with where the kernel converts dQ
+
     contradictions: ClassVar[tuple[Contradiction, ...]] = (
         Contradiction(
             ("block_q", "lse_delta_k_step"),
@@ -63,8 +70,8 @@ class WgmmaConfig(Config):
         ),
         Contradiction(
             ("block_q", "dq_epilogue_in_kernel"),
-            lambda block_q, in_kernel: in_kernel and block_q % CONVERTED_ROWS != 0,
-            f"dQ is converted by {CONVERTED_ROWS} rows at a time: a tile has {{block_q}}",
+            lambda block_q, in_kernel: in_kernel and block_q % _CONVERTED_ROWS != 0,
+            f"dQ is converted by {_CONVERTED_ROWS} rows at a time: a tile has {{block_q}}",
         ),
         Contradiction(
             ("store_first", "dq_epilogue_in_kernel"),
@@ -179,8 +186,8 @@ class WgmmaConfig(Config):
             return "the order in which key tiles add to dQ is kept by the threads that copy it in bulk"
         if problem.deterministic and self.dq_epilogue_in_kernel:
             return "the threads that copy dQ in bulk keep the order of key tiles, or wait for places: not both"
-        if (needed := self.registers(problem)) > _MMA_REGISTERS:
-            return f"about {needed} registers a thread: two computing warpgroups have {_MMA_REGISTERS}"
+        if (needed := self.registers(problem)) > self.consumer_registers:
+            return f"about {needed} registers a thread: two computing warpgroups have {self.consumer_registers}"
         return None
 
     @property
@@ -192,10 +199,10 @@ class WgmmaConfig(Config):
 
     def dq_queries(self, head_dim: int) -> int:
         """Queries of a warpgroup's dQ^T: the warpgroups divide its columns, or where there are 64 its queries."""
-        return self.block_q if head_dim > _PANEL_COLUMNS else self.block_q // _MMA_WARPGROUPS
+        return self.block_q if head_dim > _PANEL_COLUMNS else self.block_q // self.consumer_warpgroups
 
     def shared_memory_bytes(self, problem: Problem) -> int:
-        block_q, block_kv, stages = self.block_q, self.block_kv, _STAGES
+        block_q, block_kv, stages = self.block_q, self.block_kv, self.stages
         _, panel_columns = _columns(problem.head_dim)
         row_bytes = panel_columns * problem.element_bytes
         keys = 2 * block_kv * row_bytes
@@ -208,10 +215,10 @@ class WgmmaConfig(Config):
         if self.dq_epilogue_in_kernel:
             # Sums on their way in, the last ones converted, and more zeros.
             row_bytes_of_part = _PANEL_COLUMNS * (self.sums_stages * ACCUMULATOR_BYTES + problem.element_bytes)
-            zeros, converted = ZEROS_BYTES, CONVERTED_ROWS * row_bytes_of_part
-        barriers = (_BARRIERS + self.sums_stages) * BARRIER_BYTES
+            zeros, converted = self.zeros_bytes, _CONVERTED_ROWS * row_bytes_of_part
+        barriers = (21 + 2 * self.item_stages + self.sums_stages) * BARRIER_BYTES
         tiles = keys + queries + ds + dq + converted
-        return tiles + 2 * stages * statistics + zeros + barriers + _ITEM_STAGES * INDEX_BYTES
+        return tiles + 2 * stages * statistics + zeros + barriers + self.item_stages * INDEX_BYTES
 
     def registers(self, problem: Problem) -> int:
         """Of a consumer thread. A producer needs few; the launch itself asks for a third of an SM's."""
@@ -224,6 +231,9 @@ class WgmmaConfig(Config):
         slopes = self.block_q * 7 // 32 if problem.softcap else 0
         return sums + kept + scores + slopes + _WORKING_REGISTERS
 
+    def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
+        return WgmmaContext.of(problem, self, pace, probed)
+
     def product_columns(self, problem: Problem) -> int:
         of_sums, of_dq = _columns(problem.head_dim)
         return 4 * of_sums + of_dq
@@ -232,7 +242,7 @@ class WgmmaConfig(Config):
         """The tensor cores read operands from shared memory themselves: A of 64 rows and B of each k-step, for each of
         two warpgroups, but for what lies in registers."""
         head_dim, block_q, element = problem.head_dim, self.block_q, problem.element_bytes
-        step_a, steps = _WARPGROUP_KEYS * MMA_K * element, head_dim // MMA_K
+        step_a, steps = self.warpgroup_keys * MMA_K * element, head_dim // MMA_K
         of_scores = 2 * steps * (step_a + block_q * MMA_K * element) - self.v_fragments * step_a
         of_scores += 2 * self.lse_delta_k_step * block_q * MMA_K * element
         of_dkv = 2 * block_q * head_dim * element
@@ -240,7 +250,7 @@ class WgmmaConfig(Config):
         moved = (self.block_kv + 2 * head_dim) * block_q * element + 2 * block_q * head_dim * ACCUMULATOR_BYTES
         phase = Phase(
             products=5 * head_dim + 2 * MMA_K * self.lse_delta_k_step,
-            shared_bytes=_MMA_WARPGROUPS * (of_scores + of_dkv + of_dq) + moved,
+            shared_bytes=self.consumer_warpgroups * (of_scores + of_dkv + of_dq) + moved,
             computes_scores=True,
         )
         return TileWork(
@@ -251,6 +261,70 @@ class WgmmaConfig(Config):
             added_rows=0 if self.dq_bulk_reduce else block_q,
             converts_dq=self.dq_epilogue_in_kernel,
         )
+
+
+@dataclass(frozen=True)
+class WgmmaContext(KernelContext):
+    """The ``wgmma`` family's."""
+
+    config: WgmmaConfig
+
+    @property
+    def wgmma_widths(self) -> list[int]:
+        """The n of all wgmma: of S and dP, of dK and dV, of dQ."""
+        columns = ceil_div(self.head_dim, MMA_K) * MMA_K
+        return sorted({self.config.block_q, columns, self.config.dq_queries(self.head_dim)})
+
+    @property
+    def evaluates_mask(self) -> bool:
+        """Whether the mask is evaluated by `Mask`; one that is constant and asked for alone is a constant."""
+        return not self.mask_is_constant or self.softcap or self.deterministic
+
+    @property
+    def orders_dq(self) -> bool:
+        """Whether key tiles wait for each other before they add to dQ: for all before them, or for the first."""
+        return self.deterministic or self.config.store_first
+
+    @property
+    def converts_dq(self) -> bool:
+        """Whether the main kernel converts dQ, in the place of postprocess."""
+        return self.config.dq_epilogue_in_kernel
+
+    @property
+    def launches_postprocess(self) -> bool:
+        return not self.converts_dq
+
+    @property
+    def workspace_depends_on_device(self) -> bool:
+        return self.converts_dq
+
+    @property
+    def walks_backwards(self) -> bool:
+        return self.deterministic and not self.config.store_first
+
+    @property
+    def asks_for_last_query_tile(self) -> bool:
+        return self.has_window or self.walks_backwards
+
+    @property
+    def masked_keys(self) -> str:
+        return "WARPGROUP_KEYS"
+
+    @property
+    def orders_proxies(self) -> bool:
+        return self.has_counters
+
+    @property
+    def has_counters(self) -> bool:
+        return self.orders_dq or self.converts_dq
+
+    @property
+    def has_gradient_rows(self) -> bool:
+        return not self.converts_dq
+
+    @property
+    def transposes_quads(self) -> bool:
+        return not self.converts_dq
 
 
 def _columns(head_dim: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...gen.build.jobs import build_one
+from ...gen.build.jobs import MAIN_KERNEL, build_one
 from ...gen.build.toolchain import find_nvcc
 from ...gen.device import Device
 from ...gen.errors import BwdtuneError
@@ -32,7 +32,6 @@ from .output import print_result
 if TYPE_CHECKING:
     from rich.table import Table
 
-MAIN_KERNEL = "backward_kernel"
 _KERNELS = "regex:(preprocess|backward|postprocess)_kernel"
 _TIMEOUT_S = 600
 _MILLISECONDS = {

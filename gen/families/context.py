@@ -1,0 +1,157 @@
+"""What the templates of a kernel see: one object, `kernel`, whose type says what there is.
+
+A template asks for nothing else: no included file reads a variable of the file that includes it. What only one family's
+templates need stands in that family's class, in its file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..emulation import Emulation
+from ..problem import CAUSAL, FLAGS, FULL, WINDOW, Problem
+from .base import Config
+
+
+@dataclass(frozen=True)
+class KernelContext:
+    """What a kernel is rendered from.
+
+    Attributes:
+        kind: `Problem.kernel_spec`.
+        dtype: ``bf16`` or ``fp16``.
+        head_dim: D.
+        mask: ``full``, ``causal`` or ``window``.
+        bottom_right: The mask is aligned with the last query and the last key.
+        softcap: Scores are capped.
+        varlen: Packed sequences.
+        deterministic: dQ is summed in one order.
+        config: The configuration.
+        pace: The other card whose pace it keeps to, or None.
+        probed: It counts its cycles.
+        shared_memory_bytes: Dynamic shared memory of a block, as the search counts it.
+    """
+
+    kind: str
+    dtype: str
+    head_dim: int
+    mask: str
+    bottom_right: bool
+    softcap: bool
+    varlen: bool
+    deterministic: bool
+    config: Config
+    pace: Emulation | None
+    probed: bool
+    shared_memory_bytes: int
+
+    @property
+    def family(self) -> str:
+        """The folder of its templates."""
+        return self.config.family
+
+    @property
+    def has_window(self) -> bool:
+        return self.mask == WINDOW
+
+    @property
+    def is_full(self) -> bool:
+        return self.mask == FULL
+
+    @property
+    def is_causal(self) -> bool:
+        return self.mask == CAUSAL
+
+    @property
+    def mask_is_constant(self) -> bool:
+        """Whether the mask does not depend on the launch: the diagonal begins at the first query and key."""
+        return not self.has_window and not self.bottom_right
+
+    @property
+    def walks_backwards(self) -> bool:
+        """Whether query tiles are taken from the last to the first.
+
+        Key tiles then add to dQ in ascending order, and all of them begin with the same query tile: a mask that is
+        limited to the right cuts off tiles in front.
+        """
+        return self.deterministic
+
+    @property
+    def asks_for_last_query_tile(self) -> bool:
+        """Whether `Mask` says where the query tiles end that see a tile of keys."""
+        return True
+
+    @property
+    def seqlen_q(self) -> str:
+        """The queries of a sequence, as an expression: where it is an argument, no register has to hold it."""
+        return "seqlen_q" if self.varlen else "arguments.seqlen_q"
+
+    @property
+    def seqlen_kv(self) -> str:
+        """The same of its keys."""
+        return "seqlen_kv" if self.varlen else "arguments.seqlen_kv"
+
+    @property
+    def masked_keys(self) -> str:
+        """The constant for the keys of a tile whose scores are masked together."""
+        return "BLOCK_KV"
+
+    @property
+    def swizzle_bytes(self) -> int:
+        """TMA's swizzle of Q, K, V and dO; 0 is none."""
+        return 128
+
+    @property
+    def overlaps_kernels(self) -> bool:
+        """Whether the three kernels overlap at their ends, by programmatic dependent launch (PDL)."""
+        return True
+
+    @property
+    def transposes_quads(self) -> bool:
+        """Whether the lanes of a quad exchange words, so that each writes whole rows of 16 bytes."""
+        return True
+
+    @property
+    def orders_proxies(self) -> bool:
+        """Whether blocks tell each other, through global memory, of what bulk copies have written there."""
+        return False
+
+    @property
+    def pads_sequences(self) -> bool:
+        """Whether each packed sequence has whole tiles of the workspace."""
+        return False
+
+    @property
+    def launches_postprocess(self) -> bool:
+        """Whether a third kernel converts dQ, once the main kernel has ended."""
+        return True
+
+    @property
+    def workspace_depends_on_device(self) -> bool:
+        """Whether the size of the workspace depends on the device's number of SMs."""
+        return False
+
+    @property
+    def has_counters(self) -> bool:
+        """Whether the workspace ends with counters, which preprocess clears."""
+        return True
+
+    @property
+    def has_gradient_rows(self) -> bool:
+        """Whether some gradient is written by the threads' own stores, in the caller's strides."""
+        return True
+
+    @classmethod
+    def of(cls, problem: Problem, config: Config, pace: Emulation | None, probed: bool) -> KernelContext:
+        """What the templates of the configuration's family see for a problem."""
+        return cls(
+            kind=problem.kernel_spec,
+            dtype=problem.dtype,
+            head_dim=problem.head_dim,
+            mask=problem.mask,
+            **{name: getattr(problem, name) for name in FLAGS},
+            config=config,
+            pace=pace,
+            probed=probed,
+            shared_memory_bytes=config.shared_memory_bytes(problem),
+        )

@@ -55,7 +55,7 @@ class CorruptDatabase(DatabaseError):
 
 
 class ForeignDatabase(DatabaseError):
-    """Another program's database."""
+    """A database of another program."""
 
     text = (
         "{database} belongs to another program ({detail}) and was left as it is: "
@@ -79,19 +79,19 @@ class NewerDatabase(DatabaseError):
 
 
 class DatabaseLocked(DatabaseError):
-    """Another process held its lock for longer than all waiting."""
+    """Another process held its lock for longer than every retry together."""
 
     text = "{database} is locked by another process ({detail}): try again when that has ended"
 
 
 class ReadOnlyDatabase(DatabaseError):
-    """It is to be written, and may only be read."""
+    """A write to a database that may only be read."""
 
     text = "{database} cannot be written ({detail}): make it writable, or name another file with --db or BWDTUNE_DB"
 
 
 class InvalidRecord(BwdtuneError):
-    """A result that must not be stored: a time that is no time, or figures that contradict each other."""
+    """A result that must not be stored: an impossible time, or figures that contradict each other."""
 
 
 class NotAWinner(BwdtuneError):

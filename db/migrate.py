@@ -173,7 +173,7 @@ def _upgrade(url: sa.URL) -> None:
     engine = connect.make_engine(url, "rwc", foreign_keys=False).execution_options(sqlite_begin="BEGIN IMMEDIATE")
     try:
         with engine.begin() as connection:
-            found = _schema_of(connection, url)  # again, now that nobody else can write: one may have been faster
+            found = _schema_of(connection, url)  # again, now under the lock: another process may have migrated it
             if found == models.SCHEMA:
                 return
             if path and found:

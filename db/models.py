@@ -89,7 +89,7 @@ class ConfigurationRow(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     family: Mapped[str] = mapped_column(sa.String(32))
     name: Mapped[str] = mapped_column(sa.String(500))
-    """`rows.config_name`: the same for the same configuration, for ever."""
+    """`rows.config_name`: it never changes for a configuration."""
     parameters: Mapped[str] = mapped_column(sa.Text)
     """`Config.to_stored()` as JSON. Text, so that one damaged row does not break the reading of the others."""
 
@@ -210,11 +210,11 @@ class MeasurementRow(Base):
     default_ms: Mapped[float | None]
     """Of PyTorch's default backward in the same race."""
     default_kernel: Mapped[str | None] = mapped_column(sa.String(64))
-    """Which kernel that was: `records.NO_FUSED_BACKWARD` where PyTorch has none, NULL where nobody looked."""
+    """Which kernel that was: `records.NO_FUSED_BACKWARD` where PyTorch has none, NULL where it was not determined."""
 
 
 def _best_of(kind: str) -> tuple[sa.schema.SchemaItem, ...]:
-    """What holds of a table of the best results of a kind."""
+    """Constraints of a table of the best results."""
     return (
         sa.UniqueConstraint("problem_id", "gpu_name", "gpu_capability", "limits", name="key"),
         sa.ForeignKeyConstraint(

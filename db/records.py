@@ -132,7 +132,7 @@ class MeasurementRecord:
             and its times say nothing of the card that it stands for.
         default_ms: Median time of PyTorch's default backward of the problem in the same race, where it ran.
         default_kernel: The kernel that PyTorch chose: ``cudnn``, ``flash``, ``efficient`` or ``math``;
-            `NO_FUSED_BACKWARD` where it has none, and None where nobody looked.
+            `NO_FUSED_BACKWARD` where it has none, and None where it was not determined.
 
     Raises:
         InvalidRecord: A time or a number of cycles is not positive and finite, the median lies outside its interval, or
@@ -270,7 +270,7 @@ class Winner:
 
 @dataclass(frozen=True)
 class EmulatedBest:
-    """The best verified configuration for a problem on a card that another one stood for. No winner, and never used as
+    """The best verified configuration for a problem on an emulated card. It is not a winner, and never used as
     one.
 
     Attributes:

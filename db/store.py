@@ -142,7 +142,7 @@ class Store:
                 ) from None
 
         # Two that make Optuna's tables at once run into each other.
-        return self._again_after(make, DatabaseUnavailable)
+        return self._retry(make, DatabaseUnavailable)
 
     @staticmethod
     def study_name(
@@ -167,7 +167,7 @@ class Store:
 
         def work(session: Session) -> int:
             columns = rows.config_columns(variant.config)
-            configuration = _put(session, ConfigurationRow, {"name": columns.pop("name")}, columns)
+            configuration = _upsert(session, ConfigurationRow, {"name": columns.pop("name")}, columns)
             identity = {
                 "configuration_id": configuration.id,
                 **rows.kind_of(problem),
@@ -175,7 +175,7 @@ class Store:
                 "arch": variant.arch,
                 "toolchain": variant.toolchain,
             }
-            return _put(session, VariantRow, identity, {**rows.outcome_columns(variant), "created_at": _now()}).id
+            return _upsert(session, VariantRow, identity, {**rows.outcome_columns(variant), "created_at": _now()}).id
 
         return self._write(work)
 
@@ -244,7 +244,7 @@ class Store:
         machine_code: str | None = None,
         kind: str = MEASURED,
     ) -> StoredMeasurement | None:
-        """The newest measurement of the same thing, verified, under the same conditions, so that nobody repeats it.
+        """The newest measurement of the same thing, verified, under the same conditions, so that it is not repeated.
 
         The same is what has this source, or this machine code: other text may come to the same kernel.
         """
@@ -278,7 +278,7 @@ class Store:
         of the kernel that this version makes of its configuration. A race that includes it and stores its time thus
         decides between them. Where it has none, the two cannot be compared, and the challenger wins, which can be built
         and timed today. One of an interrupted search does not replace that of a whole one so easily, unless this
-        version makes another kernel of the present winner's configuration: then nobody can use it any more.
+        version makes another kernel of the present winner's configuration: then it can no longer be used.
 
         Args:
             problem: The problem.
@@ -348,7 +348,7 @@ class Store:
                 "problem_id": _problem_id(session, problem, measurement.variant_id),
                 **rows.card_columns(environment.gpu, limits),
             }
-            _refuse_loser(session, key, measurement, verification, kind)
+            _check_eligible(session, key, measurement, verification, kind)
             present = session.scalars(sa.select(best).where(*rows.equal(best, **key)).with_for_update()).one_or_none()
             if present and not _beats(session, measurement, partial, present, problem):
                 return False
@@ -446,13 +446,13 @@ class Store:
             with Session(engine) as session, session.begin():
                 return work(session)
 
-        return self._again_after(transaction)
+        return self._retry(transaction)
 
     def _refuse_read_only(self) -> None:
         if self.read_only:
             raise ReadOnlyDatabase(connect.describe(self.url), "it was opened for reading only")
 
-    def _again_after(self, work: Callable[[], _T], *errors: type[DatabaseError]) -> _T:
+    def _retry(self, work: Callable[[], _T], *errors: type[DatabaseError]) -> _T:
         """Tries a few times: after a lock, a clash of rows, and those `errors` that another process may have caused."""
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
@@ -473,7 +473,7 @@ def _now() -> datetime:
     return datetime.now(timezone.utc).replace(tzinfo=None)
 
 
-def _put(session: Session, row_type: type[_R], identity: dict[str, Any], values: dict[str, Any]) -> _R:
+def _upsert(session: Session, row_type: type[_R], identity: dict[str, Any], values: dict[str, Any]) -> _R:
     """Adds the row of an identity, or gives the present one these values."""
     row = session.scalars(sa.select(row_type).where(*rows.equal(row_type, **identity))).one_or_none()
     if row is None:
@@ -495,13 +495,13 @@ def _problem_id(session: Session, problem: Problem, variant_id: int) -> int:
         raise InvalidRecord(
             f"variant {variant_id} does not compute {problem.label}: it is of another dtype, head_dim, mask or feature"
         )
-    return _put(session, ProblemRow, rows.identity_of(problem), {}).id
+    return _upsert(session, ProblemRow, rows.identity_of(problem), {}).id
 
 
-def _refuse_loser(
+def _check_eligible(
     session: Session, key: dict[str, Any], measurement: MeasurementRow, verification: VerificationRow, kind: str
 ) -> None:
-    """The schema refuses most of this too, but not in words.
+    """Refuses a measurement that must not win, in words; the schema refuses most of this too.
 
     Raises:
         NotAWinner: With the reason.

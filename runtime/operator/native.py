@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,10 @@ class Native:
         """How often each kernel was launched, by the name of its library."""
         with self._lock:
             kernels = list(self._kernels.values())
-        return {kernel.path.stem: self._launches(handle) for kernel, handle in kernels}
+        counts = Counter[str]()
+        for kernel, handle in kernels:
+            counts[kernel.path.stem] += self._launches(handle)
+        return dict(counts)
 
     def fallbacks(self) -> dict[str, int]:
         """How often PyTorch's backward ran, by reason."""

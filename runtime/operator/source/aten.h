@@ -73,7 +73,6 @@ class Arguments {
       TORCH_CHECK(needed >= 0, "this PyTorch's ", schema, " has other arguments than bwdtune knows");
   }
 
-  // Whether all that stands behind the arguments this class knows of is at rest is the operator's own matter.
   const c10::IValue& of(const torch::jit::Stack& stack, int index) const { return stack[stack.size() - count_ + index]; }
 
   bool defined(const torch::jit::Stack& stack, int index) const {
@@ -148,8 +147,9 @@ class Override : public c10::OperatorKernel {
         call.right = at.limit(stack, at.right, keys);
       }
       return compute(call);
-    } catch (...) {
-      return because(kInternal);
+    } catch (const std::exception& error) {
+      state().pytorch_after("an error within bwdtune: ", error.what());
+      return std::nullopt;
     }
   }
 

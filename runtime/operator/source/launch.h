@@ -297,19 +297,14 @@ inline std::optional<Gradients> compute(const Call& call) noexcept {
     try {
       return launch(*decision.kernel, problem, call, lse);
     } catch (const LaunchFailed& failure) {
-      const int32_t reason = shared.reasons.number("a launch failed: " + failure.text);
+      const int32_t reason = shared.pytorch_after("a launch failed: ", failure.text);
       decision.kernel->failure.store(reason, std::memory_order_relaxed);
-      if (shared.reasons.count(reason) == 0) shared.say(shared.reasons.text(reason));
       if (const Failed failed = shared.failed.load(std::memory_order_acquire)) failed(decision.kernel, failure.text.c_str());
     }
   } catch (const c10::OutOfMemoryError&) {
     shared.pytorch_because(kOutOfMemory);
   } catch (const std::exception& error) {
-    try {
-      shared.pytorch_because(kInternal);
-    } catch (...) {
-    }
-  } catch (...) {
+    shared.pytorch_after("an error within bwdtune: ", error.what());
   }
   return std::nullopt;
 }

@@ -49,7 +49,6 @@ struct Problem {
 // Why a call was PyTorch's. The first ones are found here, Python adds what it decides for.
 enum Reason : int32_t {
   kNone = -1,
-  kDisabled,
   kUndefinedGradient,
   kDropout,
   kMask,
@@ -63,13 +62,12 @@ enum Reason : int32_t {
   kEmpty,
   kLogSumExp,
   kOutOfMemory,
-  kInternal,
+  kUndecided,
   kTooManyReasons,
   kFirstOfPython,
 };
 
 constexpr std::array<const char*, kFirstOfPython> kReasons = {
-    "bwdtune is not enabled",
     "no gradient flows into the output",
     "dropout is asked for",
     "a mask or bias tensor is given",
@@ -83,7 +81,7 @@ constexpr std::array<const char*, kFirstOfPython> kReasons = {
     "the input is empty",
     "the log-sum-exp has a shape or dtype that kernels do not take",
     "memory for the gradients or the workspace is short",
-    "an error within bwdtune",
+    "nothing decides which kernel to use",
     "other reasons",
 };
 
@@ -101,7 +99,7 @@ struct Kernel {
 
 struct Decision {
   Kernel* kernel = nullptr;  // null: PyTorch's
-  int32_t reason = kInternal;
+  int32_t reason = kUndecided;
 };
 
 using Resolve = void (*)(const Problem*, Decision*);
@@ -144,7 +142,6 @@ class Reasons {
   };
 
   Entry& entry(int32_t number) {
-    if (number < kFirstOfPython) return entries_[number];  // never moved, never added to
     const std::lock_guard<std::mutex> lock(mutex_);
     return entries_[number];
   }
@@ -232,9 +229,16 @@ struct State {
     if (const Log to = log.load(std::memory_order_acquire)) to(message.c_str());
   }
 
-  // Python tells of its own reasons when it gives them.
+  // Counts one. Python tells of its own reasons when it gives them.
   void pytorch_because(int32_t reason) {
-    if (reasons.count(reason) == 0 && reason != kDisabled && reason < kFirstOfPython) say(kReasons[reason]);
+    if (reasons.count(reason) == 0 && reason < kFirstOfPython) say(kReasons[reason]);
+  }
+
+  // The same where something went wrong; the number of the reason. What is said has one line.
+  int32_t pytorch_after(const char* what, std::string why) {
+    const int32_t reason = reasons.number(what + why.substr(0, why.find('\n')));
+    if (reasons.count(reason) == 0) say(reasons.text(reason));
+    return reason;
   }
 };
 

@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 from stub_kernels import stub_library
 
+from bwdtune.gen.build.jobs import build_one
 from bwdtune.gen.device import HOST
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render
+from bwdtune.gen.space import refusal
 from bwdtune.runtime import gpu
 from bwdtune.runtime.verification import verdicts
 from bwdtune.runtime.verification.verdicts import UnverifiedError, Verdict, known, verify
@@ -96,3 +100,18 @@ def test_a_cache_that_cannot_be_written_is_remembered_for_the_process(
     monkeypatch.setattr(subprocess, "run", _no_process)
     assert verify(library, PROBLEM, HOST, 0).passed
     assert not list(library.parent.glob("*.json"))
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_verified_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "_remembered", {})
+    device = gpu.current_device(0)
+    problem = Problem.parse("1_1_1_64", causal=True)
+    config = next(config for config in PRESETS.values() if refusal(problem, config, device) is None)
+    variant = build_one(render(problem, config), device.arch, cache=tmp_path)
+    assert variant.library
+    assert verify(variant.library, problem, device, 0) == known(variant.library, device) == Verdict(True)
+    other = replace(problem, causal=False)  # the same library as a kernel for another mask: wrong
+    variant.library.with_name("other").mkdir()
+    library = Path(shutil.copy(variant.library, variant.library.with_name("other")))
+    assert not verify(library, other, device, 0).passed

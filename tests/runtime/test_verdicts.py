@@ -55,6 +55,7 @@ def test_a_right_kernel_passes_once(entry: Entry, monkeypatch: pytest.MonkeyPatc
     assert known(library, HOST) is None
 
 
+@pytest.mark.slow
 def test_another_library_in_its_place_has_no_verdict(entry: Entry) -> None:
     library = entry()
     verify(library, PROBLEM, HOST, 0)
@@ -62,6 +63,7 @@ def test_another_library_in_its_place_has_no_verdict(entry: Entry) -> None:
     assert known(library, HOST) is None
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_does_not_pass(entry: Entry) -> None:
     library = entry("HALF_OF_THE_ROWS")
     verdict = verify(library, PROBLEM, HOST, 0)
@@ -70,6 +72,7 @@ def test_a_wrong_kernel_does_not_pass(entry: Entry) -> None:
     assert known(library, HOST) == verdict
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ends_its_process_does_not_pass(entry: Entry) -> None:
     library = entry("ABORTS")
     verdict = verify(library, PROBLEM, HOST, 0)
@@ -87,6 +90,7 @@ def test_what_is_no_fault_of_the_library_is_not_remembered(entry: Entry, monkeyp
     assert known(library, HOST) is None
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_remembered_for_the_process(
     entry: Entry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,11 +70,13 @@ def cubins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     return {name: machine_code(folder / f"k{number}.cubin") for number, name in enumerate(texts)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", SAME)
 def test_what_does_not_matter(cubins: dict[str, str | None], what: str) -> None:
     assert cubins[what] == cubins[""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", OTHER)
 def test_what_matters(cubins: dict[str, str | None], what: str) -> None:
     assert cubins[what] not in (None, cubins[""])

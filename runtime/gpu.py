@@ -12,6 +12,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,15 @@ from ..gen.errors import BwdtuneError
 _DRIVER = "libcuda.so.1"
 _DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+_THROTTLE_REASONS = {
+    "SwPowerCap": "power cap",
+    "HwSlowdown": "hardware slowdown",
+    "SwThermalSlowdown": "thermal limit",
+    "HwThermalSlowdown": "hardware thermal slowdown",
+    "HwPowerBrakeSlowdown": "power brake",
+}
+"""Names of NVML's ``nvmlClocksEventReason…``."""
+
 _TEXT_BYTES = 256
 _UUID_BYTES = 16
 
@@ -119,6 +129,55 @@ def sm_clock_mhz(index: int) -> float | None:
     return _ask_nvml(lambda nvml: float(nvml.nvmlDeviceGetClockInfo(_nvml_handle(index), nvml.NVML_CLOCK_SM)))
 
 
+@dataclass(frozen=True)
+class GpuState:
+    """What a GPU does at one moment; None and empty where nothing says it.
+
+    Attributes:
+        clock_mhz: The SM clock.
+        power_w: The power that the board draws.
+        temperature_c: Of the GPU.
+        throttled: Why the clock is lower than it could be, such as ``power cap``.
+    """
+
+    clock_mhz: float | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    throttled: tuple[str, ...] = ()
+
+
+def gpu_state(index: int) -> GpuState:
+    """What a GPU does at this moment, as far as the driver's management library says it."""
+    power_mw = _ask_nvml(lambda nvml: float(nvml.nvmlDeviceGetPowerUsage(_nvml_handle(index))))
+    temperature_c = _ask_nvml(
+        lambda nvml: int(nvml.nvmlDeviceGetTemperature(_nvml_handle(index), nvml.NVML_TEMPERATURE_GPU))
+    )
+    return GpuState(
+        clock_mhz=sm_clock_mhz(index),
+        power_w=None if power_mw is None else power_mw / 1e3,
+        temperature_c=temperature_c,
+        throttled=_ask_nvml(lambda nvml: _throttled(nvml, index)) or (),
+    )
+
+
+def _throttled(nvml: Any, index: int) -> tuple[str, ...]:
+    reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(_nvml_handle(index))
+    return tuple(
+        text for name, text in _THROTTLE_REASONS.items() if reasons & getattr(nvml, f"nvmlClocksEventReason{name}", 0)
+    )
+
+
+def gpu_uuid(index: int) -> str:
+    """The id of one physical GPU, by which other processes know it too: ``GPU-`` and a UUID.
+
+    Raises:
+        NoGpuError: The driver shows no such GPU.
+    """
+    raw = (ctypes.c_ubyte * _UUID_BYTES)()
+    _check(_driver().cuDeviceGetUuid(raw, _handle(index)))
+    return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
+
+
 def compute_processes(index: int) -> int | None:
     """How many processes use a GPU to compute, this one included, where the driver's management library says it."""
     return _ask_nvml(lambda nvml: len(nvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(index))))
@@ -170,10 +229,8 @@ def _nvml() -> ModuleType | None:
 @functools.cache
 def _nvml_handle(index: int) -> Any:
     """NVML numbers GPUs otherwise than CUDA, but knows CUDA's unique ids."""
-    raw = (ctypes.c_ubyte * _UUID_BYTES)()
-    _check(_driver().cuDeviceGetUuid(raw, _handle(index)))
     nvml = _nvml()
-    return nvml and nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=bytes(raw))}")
+    return nvml and nvml.nvmlDeviceGetHandleByUUID(gpu_uuid(index))
 
 
 def _ask_nvml(question: Callable[[Any], T]) -> T | None:

@@ -25,6 +25,7 @@ from bwdtune.gen.families import PRESETS, Config, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
 from bwdtune.gen.space import head_dim_refusal, refusal, representatives
+from bwdtune.runtime.gpu import GpuState
 from bwdtune.tuner.lab.protocol import CandidateError
 from bwdtune.tuner.lab.timing import Cycles, Policy, Timing, Timings
 from bwdtune.tuner.search.options import SearchOptions
@@ -187,7 +188,12 @@ class FakeBench:
             if variant.source.probed
         }
         cycles = {name: Cycles(count, count * 0.99, count * 1.01, 10) for name, count in counts.items()}
-        return Timings(timings, clock_mhz=1700.0, cycles=cycles, default_kernel="cudnn" if "default" in peers else None)
+        return Timings(
+            timings,
+            state=GpuState(clock_mhz=1700.0),
+            cycles=cycles,
+            default_kernel="cudnn" if "default" in peers else None,
+        )
 
     @property
     def tried(self) -> list[str]:

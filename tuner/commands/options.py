@@ -15,6 +15,7 @@ from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import UsageError
 from ...gen.families import PRESETS
 from ...gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem
+from ..lab.timing import TIMING_STYLES
 
 _R = TypeVar("_R")
 
@@ -40,6 +41,13 @@ EmulateOption = Annotated[
     str | None,
     typer.Option(
         "--emulate", help=f"Slow the GPU to another card's mma rate and rank by cycles: {', '.join(EMULATED_CARDS)}."
+    ),
+]
+TimingOption = Annotated[
+    str,
+    typer.Option(
+        "--timing",
+        help=f"How kernels are timed, by words between commas: {'; '.join(map(' or '.join, TIMING_STYLES.values()))}.",
     ),
 ]
 ArchOption = Annotated[str | None, typer.Option("--arch", help="Compile target, such as sm_120a. Default: the GPU's.")]

@@ -14,6 +14,7 @@ from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import UsageError
 from ...gen.problem import Problem
 from ...runtime.gpu import NoGpuError, current_device
+from ..lab.timing import TimingStyle
 from ..search.options import DEFAULT_TRIALS, SAMPLERS, SearchOptions
 from .cards import laboratory, searched_card
 from .options import (
@@ -23,9 +24,10 @@ from .options import (
     EmulateOption,
     JsonOption,
     LimitsOption,
+    TimingOption,
     for_problem,
 )
-from .output import console, print_result
+from .output import complain, console, print_result
 
 INTERRUPTED = 130
 
@@ -44,6 +46,7 @@ def command(
     ] = None,
     sampler: Annotated[str, typer.Option("--sampler", help=f"{', '.join(SAMPLERS)}.")] = SearchOptions.sampler,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the sampler's choices repeatable.")] = None,
+    timing: TimingOption = "",
     limits: LimitsOption = None,
     emulate: EmulateOption = None,
     arch: ArchOption = None,
@@ -58,7 +61,13 @@ def command(
     With --emulate the best candidate is stored as the best emulated one; it never becomes a winner.
     """
     options = SearchOptions(
-        sampler=sampler, seed=seed, trials=trials, time_s=_seconds(time), limits=limits, emulate=emulate
+        sampler=sampler,
+        seed=seed,
+        trials=trials,
+        time_s=_seconds(time),
+        timing=TimingStyle.parse(timing),
+        limits=limits,
+        emulate=emulate,
     )
     from ...db.store import Store
     from ...gen.build.jobs import build
@@ -103,6 +112,9 @@ def command(
             environment=environment,
         )
     print_result(result.to_dict(), [result.table(), *result.summary()], as_json)
+    if result.error:
+        complain(result.error)
+        return 1
     if result.interrupted:
         return INTERRUPTED
     found = result.winner if result.environment else result.rows  # of a survey, what is worth being measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +15,21 @@ from typing import Any
 from ...db.records import VerificationRecord
 from ...gen.build.jobs import Variant
 from ...gen.problem import Problem
-from .protocol import Answer, CandidateError, Request, WorkerError
+from .protocol import Answer, CandidateError, Fault, Request, WorkerError
 from .timing import Policy, Timings
 
 START_LIMIT_S = 300.0
 REQUEST_LIMIT_S = 120.0
 CPU_REQUEST_LIMIT_S = 600.0  # where large groups of heads and a busy machine take their time
 _END_LIMIT_S = 10.0
+_LOG_CHARACTERS = 2000
+
+# Of a race's limit.
+_PREPARATION_LIMIT_S = 30.0  # inputs, PyTorch's forward, loading
+_RUNS_BESIDES = 4  # of each kernel, that are not samples
+_PASSES_OF_A_CALL = 2  # forward and backward: as long as two kernels
+_SLOWEST_FLOPS = 2e12  # operations a second of a kernel that is worth waiting for
+_SLOWEST_LAUNCH_S = 0.01
 
 
 class Worker:
@@ -35,7 +44,7 @@ class Worker:
         limit_s: A request that takes longer is ended, and its candidate has failed; None for what suits the device.
         """
         self._device = device
-        self._limit_s = limit_s or (CPU_REQUEST_LIMIT_S if device == "cpu" else REQUEST_LIMIT_S)
+        self._limit_s = limit_s
         self._child: _Child | None = None
 
     def __enter__(self) -> Worker:
@@ -57,7 +66,7 @@ class Worker:
             CandidateError: It crashed or hung.
             WorkerError: Nothing can be verified.
         """
-        result: VerificationRecord = self._ask("verify", problem, [variant])
+        result: VerificationRecord = self._ask("verify", self._verify_limit_s(), problem, [variant])
         return result
 
     def verify_at(self, problem: Problem, variant: Variant) -> VerificationRecord:
@@ -67,7 +76,7 @@ class Worker:
             CandidateError: It crashed or hung.
             WorkerError: Nothing can be verified.
         """
-        result: VerificationRecord = self._ask("verify_at", problem, [variant])
+        result: VerificationRecord = self._ask("verify_at", self._verify_limit_s(), problem, [variant])
         return result
 
     def time(self, problem: Problem, variants: Sequence[Variant], peers: Sequence[str], policy: Policy) -> Timings:
@@ -87,7 +96,8 @@ class Worker:
         while True:
             remaining = tuple(name for name in peers if name not in unavailable)
             try:
-                timings: Timings = self._ask("time", problem, variants, remaining, policy)
+                limit_s = self._time_limit_s(problem, len(variants) + len(remaining), policy)
+                timings: Timings = self._ask("time", limit_s, problem, variants, remaining, policy)
             except CandidateError as error:
                 if error.candidate not in remaining:
                     raise
@@ -111,10 +121,22 @@ class Worker:
             CandidateError: One of them crashed or hung.
             WorkerError: Nothing can be timed.
         """
-        result: tuple[Timings, str] = self._ask("time_calls", problem, [], calls, direction, policy)
+        limit_s = self._time_limit_s(problem, _PASSES_OF_A_CALL * len(calls), policy)
+        result: tuple[Timings, str] = self._ask("time_calls", limit_s, problem, [], calls, direction, policy)
         return result
 
-    def _ask(self, method: str, problem: Problem, variants: Sequence[Variant], *arguments: Any) -> Any:
+    def _verify_limit_s(self) -> float:
+        return CPU_REQUEST_LIMIT_S if self._device == "cpu" else REQUEST_LIMIT_S
+
+    def _time_limit_s(self, problem: Problem, kernels: int, policy: Policy) -> float:
+        """What a race may take in which every kernel is as slow as one can be that is not stuck."""
+        if self._device == "cpu":
+            return CPU_REQUEST_LIMIT_S
+        runs = kernels * (policy.min_samples + _RUNS_BESIDES)
+        slowest_s = problem.flops / _SLOWEST_FLOPS + _SLOWEST_LAUNCH_S
+        return _PREPARATION_LIMIT_S + 3 * (policy.warmup_ms + kernels * policy.budget_ms) / 1e3 + runs * slowest_s
+
+    def _ask(self, method: str, limit_s: float, problem: Problem, variants: Sequence[Variant], *arguments: Any) -> Any:
         libraries = {}
         for variant in variants:
             if not variant.library:
@@ -123,7 +145,7 @@ class Worker:
         try:
             if not self._child:
                 self._child = _Child(self._device)
-            answer = self._child.ask(Request(method, (problem, libraries, *arguments)), self._limit_s)
+            answer = self._child.ask(Request(method, (problem, libraries, *arguments)), self._limit_s or limit_s)
         except BaseException:  # an interrupt too: the child's answer would be taken for that to the next request
             self.close()
             raise
@@ -142,7 +164,9 @@ class _Child:
     def __init__(self, device: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(theirs, device), name="bwdtune-gpu", daemon=True)
+        self._log = tempfile.NamedTemporaryFile(prefix="bwdtune-gpu-", suffix=".log")  # noqa: SIM115
+        arguments = (theirs, device, self._log.name)
+        self._process = context.Process(target=_run, args=arguments, name="bwdtune-gpu", daemon=True)
         with _interrupts_blocked():  # inherited by the child, which Ctrl-C reaches too, maybe before it can ignore it
             self._process.start()
         theirs.close()
@@ -178,6 +202,7 @@ class _Child:
             raise WorkerError(f"process {self._process.pid} cannot be ended: the GPU hangs and must be reset")
         self._process.close()
         self._connection.close()
+        self._log.close()
 
     def _receive(self, limit_s: float) -> Answer:
         deadline = time.monotonic() + limit_s
@@ -185,30 +210,46 @@ class _Child:
         while True:
             ready = wait([self._connection, self._process.sentinel], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise CandidateError(f"it hung: no answer in {limit_s:g} s", running)
+                raise CandidateError(
+                    f"it hung: no answer in {limit_s:g} s", running, Fault("hang", log=self._last_lines())
+                )
             try:
                 message = self._connection.recv()
             except (EOFError, ConnectionError):
                 self._process.join(_END_LIMIT_S)
-                raise CandidateError(f"its process {_ending(self._process.exitcode)}", running) from None
+                ending = _ending(self._process.exitcode)
+                raise CandidateError(f"its process {ending}", running, self._fault(self._process.exitcode)) from None
             if isinstance(message, Answer):
                 return replace(message, candidate=running)
             running = message.name
 
+    def _fault(self, exit_code: int | None) -> Fault:
+        name = _signal_name(exit_code)
+        return Fault("killed" if name == "SIGKILL" else "crash", name, self._last_lines())
+
+    def _last_lines(self) -> str:
+        with open(self._log.name, encoding="utf-8", errors="replace") as log:
+            return log.read()[-_LOG_CHARACTERS:].strip()
+
+
+def _signal_name(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return ""
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
 
 def _ending(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        try:
-            return f"died of {signal.Signals(-exit_code).name}"
-        except ValueError:
-            return f"died of signal {-exit_code}"
-    return f"ended with status {exit_code}"
+    name = _signal_name(exit_code)
+    return f"died of {name}" if name else f"ended with status {exit_code}"
 
 
-def _run(connection: Connection, device: str) -> None:
+def _run(connection: Connection, device: str, log: str) -> None:
     from .gpu_worker import main  # loads PyTorch, which the parent does not need
 
-    main(connection, device)
+    main(connection, device, log)
 
 
 @contextmanager

@@ -30,13 +30,15 @@ from .stopwatch import Timed, time_kernels
 from .timing import Policy, Timings
 
 
-def main(connection: Connection, device: str) -> None:
+def main(connection: Connection, device: str, log: str) -> None:
     """Answers requests until the parent closes the connection or dies.
 
     Args:
         connection: To the parent.
         device: ``cuda:0`` and so on, or ``cpu``.
+        log: The file that takes what kernels and the driver print.
     """
+    _write_to(log)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, which ends this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_die_with_parent, daemon=True).start()
@@ -76,6 +78,14 @@ def _one_line(error: BaseException) -> str:
     return text if isinstance(error, BwdtuneError) else f"{type(error).__name__}: {text}"
 
 
+def _write_to(log: str) -> None:
+    """Sends both output streams to a file, those of C code too: the parent quotes it when this process has died."""
+    handle = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    os.close(handle)
+
+
 def _die_with_parent() -> None:
     parent = parent_process()
     assert parent
@@ -106,6 +116,14 @@ class _GpuBench:
         return self._verifier.verify_at(problem, kernel)
 
     def time(self, problem: Problem, libraries: dict[str, Path], peers: Sequence[str], policy: Policy) -> Timings:
+        # A graph is captured from a stream of its own, on which all is then prepared.
+        on_stream: AbstractContextManager[object] = contextlib.nullcontext()
+        if policy.graph and self._device.type == "cuda":
+            on_stream = torch.cuda.stream(torch.cuda.Stream(self._device))
+        with on_stream:
+            return self._time(problem, libraries, peers, policy)
+
+    def _time(self, problem: Problem, libraries: dict[str, Path], peers: Sequence[str], policy: Policy) -> Timings:
         inputs = self._verifier.inputs_at(problem)
         arena = _Arena(problem, inputs)
         kernels = {}
@@ -135,7 +153,11 @@ class _GpuBench:
             if not arena.written():
                 raise KernelError("at these sizes it leaves elements of its outputs unwritten, or not finite")
         if alias in timings:
-            timings = replace(timings, by_name={**timings.by_name, DEFAULT: timings[alias]})
+            timings = replace(
+                timings,
+                by_name={**timings.by_name, DEFAULT: timings[alias]},
+                rounds_ms={**timings.rounds_ms, DEFAULT: timings.rounds_ms[alias]},
+            )
         elif alias in unavailable:
             unavailable[DEFAULT] = unavailable[alias]
         return replace(timings, unavailable=unavailable, default_kernel=default)

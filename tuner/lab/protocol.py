@@ -23,16 +23,38 @@ class Bench(Protocol):
     def time(self, problem: Problem, variants: Sequence[Variant], peers: Sequence[str], policy: Policy) -> Timings: ...
 
 
+@dataclass(frozen=True)
+class Fault:
+    """How a candidate failed to run.
+
+    Attributes:
+        kind: ``error`` that it reported, ``crash`` of its process, ``killed`` from outside (SIGKILL, such as that of an
+            OOM killer), or ``hang``.
+        signal: The signal's name, where one ended the process.
+        log: The end of what the process had printed.
+    """
+
+    kind: str = "error"
+    signal: str = ""
+    log: str = ""
+
+    @property
+    def maybe_from_outside(self) -> bool:
+        """Whether another process, or a busy machine, may be to blame."""
+        return self.kind in ("killed", "hang")
+
+
 class CandidateError(BwdtuneError):
     """A candidate crashed, hung or was refused by the GPU; the others can go on.
 
     Attributes:
         candidate: The configuration's id, where it is known which of several it was.
+        fault: How it failed.
     """
 
-    def __init__(self, reason: str, candidate: str | None = None) -> None:
+    def __init__(self, reason: str, candidate: str | None = None, fault: Fault | None = None) -> None:
         super().__init__(reason)
-        self.candidate = candidate
+        self.candidate, self.fault = candidate, fault or Fault()
 
 
 class WorkerError(BwdtuneError):

@@ -1,20 +1,22 @@
-"""Times kernels: CUDA events, a cold L2, poisoned outputs, kernels interleaved."""
+"""Times kernels: CUDA events, poisoned outputs, all kernels in each round, in another order."""
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...runtime.gpu import compute_processes, sm_clock_mhz
+from ...runtime.gpu import GpuState, compute_processes, gpu_state
 from .timing import Cycles, Policy, Timing, Timings
 
 if TYPE_CHECKING:
     import torch
 
 _FLUSH_BYTES = 2**28  # more than the L2 of any card; writing it also gives the CPU time to enqueue the kernel
+_ORDER_SEED = 7  # the same order at each call
 _NOISY_SPREAD = 0.1
 _NOISY_MS = 0.01  # what the clock itself may contribute
 
@@ -40,16 +42,18 @@ def time_kernels(
     device: torch.device,
     on_first_run: Callable[[str | None], None] = lambda name: None,
 ) -> Timings:
-    """Times kernels against each other: in every round each runs once, in another order, on a cold L2.
+    """Times kernels against each other: in every round each runs once, in an order that is drawn anew.
+
+    The order is shuffled rather than rotated: then nobody always runs after the same neighbour.
 
     Args:
         kernels: By name.
-        policy: How often.
+        policy: How often, on a cold or a warm L2, and whether by CUDA graphs.
         device: Where they run; on a CPU the wall clock counts, which only tests have a use for.
         on_first_run: Called before a kernel runs for the first time, which is waited for, so that a crash has a name;
             with None when all have run.
     """
-    stopwatch = _CudaStopwatch(device) if device.type == "cuda" else _HostStopwatch()
+    stopwatch = _CudaStopwatch(device, policy) if device.type == "cuda" else _HostStopwatch()
     for name, kernel in kernels.items():
         on_first_run(name)
         stopwatch.measure(kernel)
@@ -68,28 +72,31 @@ def time_kernels(
 
     names = list(kernels)
     times_ms: dict[str, list[float]] = {name: [] for name in names}
-    clock_mhz = None
+    state = GpuState()
+    shuffled = random.Random(_ORDER_SEED)
     for index in range(rounds):
-        shift = index % len(names)
-        order = names[shift:] + names[:shift]
+        order = shuffled.sample(names, len(names))
         for name in order:
             stopwatch.measure(kernels[name])
         if index == rounds // 2:
-            clock_mhz = stopwatch.clock_mhz()  # before the wait: the card is at work
+            state = stopwatch.state()  # before the wait: the card is at work
         for name, elapsed_ms in zip(order, stopwatch.read(), strict=True):
             times_ms[name].append(elapsed_ms)
     timings = {name: Timing.of(times) for name, times in times_ms.items()}
     notice = _notice(timings, stopwatch.processes())
-    return Timings(timings, clock_mhz=clock_mhz, notice=notice, cycles=_count_cycles(kernels, policy, stopwatch))
+    return Timings(
+        timings,
+        state=state,
+        notice=notice,
+        cycles=_count_cycles(kernels, policy, stopwatch),
+        rounds_ms={name: tuple(times) for name, times in times_ms.items()},
+    )
 
 
 def _count_cycles(
     kernels: Mapping[str, Timed], policy: Policy, stopwatch: _CudaStopwatch | _HostStopwatch
 ) -> dict[str, Cycles]:
-    """Runs the kernels that count their cycles, each alone: the count has to be read before the next run.
-
-    On a cold L2 too.
-    """
+    """Runs the kernels that count their cycles, each alone: the count has to be read before the next run."""
     counted = {}
     for name, kernel in kernels.items():
         if kernel.cycles is None:
@@ -120,20 +127,22 @@ def _notice(timings: Mapping[str, Timing], processes: int | None) -> str:
 class _CudaStopwatch:
     """CUDA events around each kernel; they are read together, so that the card never waits for the CPU in a round."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, policy: Policy) -> None:
         import torch
 
-        self._torch, self._device = torch, device
-        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+        self._torch, self._device, self._policy = torch, device, policy
+        self._flush = torch.empty(_FLUSH_BYTES if policy.cold_l2 else 0, dtype=torch.int8, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by the kernel's identity; whoever times keeps the kernel
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def measure(self, kernel: Timed) -> None:
         start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = self._torch.cuda.current_stream(self._device)
+        run = self._graph_of(kernel).replay if self._policy.graph else kernel.run
         kernel.poison()
         self._flush.zero_()
         start.record(stream)
-        kernel.run()
+        run()
         end.record(stream)
         self._events.append((start, end))
 
@@ -143,8 +152,19 @@ class _CudaStopwatch:
         events, self._events = self._events, []
         return [start.elapsed_time(end) for start, end in events]
 
-    def clock_mhz(self) -> float | None:
-        return sm_clock_mhz(self._device.index or 0)
+    def _graph_of(self, kernel: Timed) -> torch.cuda.CUDAGraph:
+        graph = self._graphs.get(id(kernel))
+        if graph is None:
+            kernel.run()  # loads the module, which cannot be captured
+            self._torch.cuda.synchronize(self._device)
+            graph = self._torch.cuda.CUDAGraph()
+            with self._torch.cuda.graph(graph, stream=self._torch.cuda.current_stream(self._device)):
+                kernel.run()
+            self._graphs[id(kernel)] = graph
+        return graph
+
+    def state(self) -> GpuState:
+        return gpu_state(self._device.index or 0)
 
     def processes(self) -> int | None:
         return compute_processes(self._device.index or 0)
@@ -166,8 +186,8 @@ class _HostStopwatch:
         times_ms, self._times_ms = self._times_ms, []
         return times_ms
 
-    def clock_mhz(self) -> float | None:
-        return None
+    def state(self) -> GpuState:
+        return GpuState()
 
     def processes(self) -> int | None:
         return None

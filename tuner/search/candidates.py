@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ...db.records import Environment
 from ...gen.build.jobs import Variant, job_limit
@@ -22,10 +23,14 @@ from ...gen.space import refusals, valid_configs
 from ..interrupts import Interrupts
 from .compilers import Compilers
 from .options import SearchOptions
+from .patience import Patience
 from .progress import PhaseClock, Progress, Status
 from .proposals import Outcome, Proposal, Proposals
 from .result import Counts, SearchResult, kinds_of_refusal
 from .rows import Row
+
+if TYPE_CHECKING:
+    from ...db.store import Store
 
 SPILL_BOUND_BYTES = 32
 """Spill stores and loads that the compiler gate lets pass: four registers, stored and loaded once. ptxas puts so few
@@ -117,6 +122,15 @@ class CandidateSearch(ABC):
         self.builder, self._progress = builder, progress
         self._interrupts = Interrupts()
         self._total = 0
+
+    def patience(self, store: Store) -> Patience:
+        """For the calls of a search to its database; an interrupt ends the waiting."""
+
+        def sleep(seconds: float) -> None:
+            with self.interruptible():
+                time.sleep(seconds)
+
+        return Patience(store.url.get_backend_name() != "sqlite", self.notice, sleep)
 
     def run(self) -> SearchResult:
         """Does the search, and puts everything away. See `search.search`."""
@@ -260,6 +274,7 @@ class CandidateSearch(ABC):
         proposals: Proposals | None,
         winner: Row | None = None,
         environment: Environment | None = None,
+        error: str = "",
     ) -> SearchResult:
         """What was found, with all that was counted."""
         return SearchResult(
@@ -279,6 +294,7 @@ class CandidateSearch(ABC):
             seconds=self.clock.seconds(),
             notes=tuple(self.notes),
             emulate=self.options.emulate,
+            error=error,
         )
 
     def _propose(self, proposals: Proposals) -> Candidate:

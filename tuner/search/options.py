@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import UsageError
+from ..lab.timing import TimingStyle
 
 SAMPLERS = ("learned", "tpe", "random", "exhaustive")
 
@@ -25,6 +26,7 @@ class SearchOptions:
         limits: A card whose limits candidates keep to: a key of `gen.emulation.EMULATED_CARDS`, or None.
         emulate: A card whose pace candidates are slowed to, and whose limits they keep to: such a key, or None. They
             are then ranked by cycles.
+        timing: How candidates are timed: see `TimingStyle`.
 
     Raises:
         UsageError: One of them is impossible.
@@ -36,6 +38,7 @@ class SearchOptions:
     time_s: float | None = None
     limits: str | None = None
     emulate: str | None = None
+    timing: TimingStyle = field(default_factory=TimingStyle)
 
     @property
     def within(self) -> str | None:

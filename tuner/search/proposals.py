@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,9 +24,11 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
+from ...db.errors import DatabaseUnavailable
 from ...gen.errors import BwdtuneError
 from ...gen.families import FAMILIES, Config, config_from_dict
 from ...gen.render import template_hash
+from ..lab.protocol import Fault
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 _CONFIG_ATTRIBUTE = "config"
 _REASON_ATTRIBUTE = "reason"
 _CONDITIONS_ATTRIBUTE = "conditions"
+_FAULT_ATTRIBUTE = "fault"
+_RACES_ATTRIBUTE = "races"
+_KEPT_RACES = 20  # of one problem: an attribute is read whole
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Outcome:
         cost: What a measured candidate is ranked by, the less the better: its median time in ms, in an emulated search
             its median cycles. None for the others: no number stands in for a failure.
         reason: Why it was refused or failed, in one line.
+        fault: How its process failed, where it did.
         lasting: Another search would come to the same; not so where the machine failed, and not the candidate.
     """
 
@@ -55,6 +61,7 @@ class Outcome:
     cost: float | None = None
     reason: str = ""
     lasting: bool = True
+    fault: Fault | None = None
 
     @classmethod
     def timed(cls, cost: float, unit: str = "ms") -> Outcome:
@@ -175,15 +182,28 @@ class StudyLog:
             attributes = self._trial_attributes(config, outcome)
             self._study.add_trial(_finished_trial(_by_stored_name(config), outcome, attributes))
 
-    def _trial_attributes(self, config: Config, outcome: Outcome) -> dict[str, str]:
+    def add_race(self, race: Mapping[str, Any]) -> None:
+        """Logs a race beside the trials: when, on which clocks, and who was told apart from whom."""
+        with _one_line_errors():
+            races = [*self._study.user_attrs.get(_RACES_ATTRIBUTE, []), dict(race)]
+            self._study.set_user_attr(_RACES_ATTRIBUTE, races[-_KEPT_RACES:])
+
+    def _trial_attributes(self, config: Config, outcome: Outcome) -> dict[str, Any]:
         return {
             _CONFIG_ATTRIBUTE: config.id,
             _REASON_ATTRIBUTE: outcome.reason,
             _CONDITIONS_ATTRIBUTE: self._conditions_of(config),
+            **({_FAULT_ATTRIBUTE: asdict(outcome.fault)} if outcome.fault else {}),
         }
 
     def _conditions_of(self, config: Config) -> str:
         return f"{self._conditions} templates {template_hash(config.family)}"
+
+
+class StudyError(DatabaseUnavailable):
+    """Optuna cannot use the database."""
+
+    text = "Optuna cannot use the database ({detail}): search again to go on"
 
 
 @contextmanager
@@ -192,7 +212,7 @@ def _one_line_errors() -> Iterator[None]:
         yield
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
-        raise BwdtuneError(f"Optuna cannot use the database ({reason}): search again to go on") from error
+        raise StudyError("", reason) from error
 
 
 _STATES: Mapping[str, TrialState] = {
@@ -215,7 +235,7 @@ def _outcome(trial: FrozenTrial) -> Outcome:
 
 
 def _finished_trial(
-    parameters: dict[str, Any], outcome: Outcome, attributes: dict[str, str] | None = None
+    parameters: dict[str, Any], outcome: Outcome, attributes: dict[str, Any] | None = None
 ) -> FrozenTrial:
     distributions = _distributions()
     return create_trial(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
 
 from ...db.errors import InvalidRecord
 from ...db.records import NO_FUSED_BACKWARD
 from ...gen.build.jobs import Variant
-from ...gen.families import PRESETS, Config
+from ...gen.families import PRESETS, Config, short_form
 from ...gen.space import refusal
 from ..lab.gate import verify_fully
+from ..lab.paired import Ratio
 from ..lab.peers import DEFAULT, PEERS
 from ..lab.protocol import Bench, CandidateError
-from ..lab.timing import RACE_POLICY, Timings
+from ..lab.timing import RACE_POLICY, Policy, Timings
 from .candidates import CandidateSearch, Compiled
 from .rows import Row
 from .search_store import SearchStore
@@ -54,6 +57,9 @@ class FinalRace:
         bench: Verifies and times.
         costs: What the search measured, or knows from earlier ones: each configuration's time or cycles.
         unfit: What it found wrong or refused, with the reason.
+
+    Attributes:
+        record: What is kept of the race beside its times; empty until it was run.
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class FinalRace:
     ) -> None:
         self._search, self._store, self._bench = search, store, bench
         self._costs, self._unfit = costs, unfit
+        self._policy = search.options.timing.applied_to(RACE_POLICY)
+        self.record: dict[str, Any] = {}
 
     def run(self) -> tuple[list[Row], Row | None]:
         """Returns a row for each that ran, should have run, or is PyTorch's, fastest first; and the winner's."""
@@ -73,17 +81,22 @@ class FinalRace:
         racers, rows = self._racers()
         peers = () if search.options.emulate else tuple(PEERS)
         timings: Timings | None = None
+        excused = False
         while racers and timings is None:
             search.tell(f"racing {len(racers)} finalists and presets")
             try:
                 with search.wait("time"):
-                    timings = self._bench.time(search.problem, [racer.variant for racer in racers], peers, RACE_POLICY)
+                    timings = self._bench.time(search.problem, [racer.variant for racer in racers], peers, self._policy)
             except CandidateError as error:
+                if error.fault.maybe_from_outside and not excused:
+                    excused = True
+                    search.notice(f"{error} in the race: all run once more")
+                    continue
                 fallen = [racer for racer in racers if racer.config.id == error.candidate] or racers
                 rows += [replace(racer.row, note=str(error)) for racer in fallen]
                 racers = [racer for racer in racers if racer not in fallen]
         if timings is None:
-            search.notes.append("no candidate is right and fast enough to be timed: there is no winner")
+            search.notes.append("no candidate passed every gate and could be timed: there is no winner")
             return rows, None
         if timings.notice:
             search.notice(timings.notice)
@@ -91,30 +104,57 @@ class FinalRace:
         ranked, winner = self._rank(racers, timings)
         if winner and not search.options.emulate:
             search.notes.append(_beside_default(winner, timings))
-        return sorted([*rows, *ranked], key=lambda row: row.ms or row.cycles or math.inf), winner
+        rows = [*rows, *ranked]
+        if winner and winner.config:
+            by_name = {row.config.id if row.config else row.kernel: row for row in rows if row.timing}
+            ratios = {name: timings.ratio(name, winner.config.id) for name in by_name}
+            beside = {id(row): replace(row, ratio=ratios[name]) for name, row in by_name.items()}
+            rows, winner = [beside.get(id(row), row) for row in rows], beside.get(id(winner), winner)
+            self.record = _race_record(winner, ratios, timings, self._policy)
+        return sorted(rows, key=lambda row: row.ms or row.cycles or math.inf), winner
 
     def _rank(self, racers: list[_Racer], timings: Timings) -> tuple[list[Row], Row | None]:
         """Stores the times and the winner; returns the racers' rows, and the winner's."""
         search, emulated = self._search, self._search.options.emulate is not None
-        rows: list[Row] = []
-        winner: Row | None = None
+        rows: dict[Config, Row] = {}
+        stored: dict[Config, int] = {}
         for racer in sorted(racers, key=lambda racer: timings.cost(racer.config.id, by_cycles=emulated)):
             try:
-                measurement_id = self._store.record_timing(racer.variant_id, racer.config, timings, RACE_POLICY)
+                stored[racer.config] = self._store.record_timing(racer.variant_id, racer.config, timings, self._policy)
             except InvalidRecord as error:
-                rows.append(replace(racer.row, note=str(error)))
+                rows[racer.config] = replace(racer.row, note=str(error))
                 continue
             if emulated:
-                row = racer.row.with_cycles(timings.cycles[racer.config.id], search.problem, search.device)
+                counted = timings.cycles[racer.config.id]
+                rows[racer.config] = racer.row.with_cycles(counted, search.problem, search.device)
             else:
-                row = replace(racer.row, timing=timings[racer.config.id])
-            if winner is None and racer.may_win:
-                row = winner = replace(row, kernel="best" if row.kernel == "finalist" else row.kernel)
-                chosen = (measurement_id, racer.verification_id)
-            rows.append(row)
-        if winner and not self._store.set_best(*chosen, partial=False):
-            search.notes.append("another search has stored a faster winner meanwhile, which stays")
-        return rows, winner
+                rows[racer.config] = replace(racer.row, timing=timings[racer.config.id])
+        eligible = [racer for racer in racers if racer.may_win and racer.config in stored]
+        if not eligible:
+            return list(rows.values()), None
+        chosen = self._chosen(eligible, timings)
+        row = rows[chosen.config]
+        winner = rows[chosen.config] = replace(row, kernel="best" if row.kernel == "finalist" else row.kernel)
+        if not self._store.set_best(stored[chosen.config], chosen.verification_id, partial=False):
+            search.notes.append("the stored winner is no slower, and stays")
+        return list(rows.values()), winner
+
+    def _chosen(self, eligible: list[_Racer], timings: Timings) -> _Racer:
+        """The fastest; of those that the race cannot tell apart from it a preset, or the simplest."""
+        emulated = self._search.options.emulate is not None
+        fastest = min(eligible, key=lambda racer: timings.cost(racer.config.id, by_cycles=emulated))
+        if emulated:  # cycles of different launches, which nothing pairs
+            return fastest
+        alike = [racer for racer in eligible if not timings.ratio(racer.config.id, fastest.config.id).told_apart] or [
+            fastest
+        ]
+        chosen = min(alike, key=lambda racer: (_complexity(racer.config), timings[racer.config.id].median_ms))
+        if len(alike) > 1:
+            names = ", ".join(short_form(racer.config) for racer in alike)
+            self._search.notes.append(
+                f"the race cannot tell these apart: {names}; {short_form(chosen.config)} is taken, the simplest of them"
+            )
+        return chosen
 
     def _racers(self) -> tuple[list[_Racer], list[Row]]:
         """Who runs, and for each that should and cannot a row with the reason."""
@@ -190,3 +230,19 @@ def _beside_default(winner: Row, timings: Timings) -> str:
     if ratio > 1:
         return f"the winner is {ratio:.2f} times as fast as {name}"
     return f"{name}, is {1 / ratio:.2f} times as fast as the winner: the problem stays PyTorch's"
+
+
+def _complexity(config: Config) -> int:
+    """How much a configuration differs from a preset: how many words it takes to say it."""
+    return len(short_form(config).split())
+
+
+def _race_record(winner: Row, ratios: Mapping[str, Ratio], timings: Timings, policy: Policy) -> dict[str, Any]:
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "policy": policy.id,
+        "winner": winner.config.id if winner.config else winner.kernel,
+        "median_ms": {name: timing.median_ms for name, timing in timings.items()},
+        "ratio_to_winner": {name: ratio.to_dict() for name, ratio in ratios.items()},
+        "gpu": asdict(timings.state),
+    }

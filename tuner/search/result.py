@@ -57,7 +57,8 @@ class SearchResult:
         sampler: Which sampler chose.
         seed: Its seed.
         environment: Where it was measured; None where nothing was.
-        status: ``complete``; ``partial`` where it was interrupted; ``predicted`` where nothing was there to time.
+        status: ``complete``; ``partial`` where it was interrupted; ``predicted`` where nothing was there to time;
+            ``failed`` where the database was lost on the way: then the rows are what was found by then.
         exhausted: Whether every valid configuration is settled.
         winner: The winner's row, or None.
         rows: The final race: winner, finalists, presets and PyTorch's kernels, fastest first. Where nothing was
@@ -70,6 +71,7 @@ class SearchResult:
         notes: What else a person should know.
         emulate: The card whose pace candidates were slowed to (``sm_120``), else None. Then cycles rank, and ``winner``
             is the best emulated one, which is nobody's winner.
+        error: Why it failed.
     """
 
     problem: Problem
@@ -88,6 +90,7 @@ class SearchResult:
     seconds: Mapping[str, float]
     notes: tuple[str, ...] = ()
     emulate: str | None = None
+    error: str = ""
 
     @property
     def interrupted(self) -> bool:
@@ -109,6 +112,7 @@ class SearchResult:
             "sampler": self.sampler,
             "seed": self.seed,
             "status": self.status,
+            "error": self.error or None,
             "exhausted": self.exhausted,
             "winner": best if not self.emulate else None,
             "emulated_best": best if self.emulate else None,
@@ -135,7 +139,10 @@ class SearchResult:
             cycles, *others = CYCLE_HEADINGS
             figures = [*numeric(cycles), *numeric(*others, "max error", optional=1)]
         else:
-            figures = [*numeric("ms"), *numeric("low to high", "TFLOPS", "% of peak", "max error", optional=1)]
+            figures = [
+                *numeric("ms"),
+                *numeric("beside the winner", "low to high", "TFLOPS", "% of peak", "max error", optional=1),
+            ]
         resources = numeric("registers", "spills, bytes", "shared memory, bytes", "threads", optional=2)
         table = TextTable(title, [Column("kernel"), Column("configuration", folds=True), *figures, *resources])
         for row in self.rows:
@@ -195,6 +202,7 @@ class SearchResult:
         interval = f"{row.timing.low_ms:.3f} to {row.timing.high_ms:.3f}" if row.timing else None
         return [
             cell(row.ms, "{:.3f}"),
+            row.beside_winner,
             cell(interval, "{}"),
             cell(row.tflops(self.problem), "{:.1f}"),
             cell(row.percent_of_peak(self.problem, self.device), "{:.1f}"),

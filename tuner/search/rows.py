@@ -9,6 +9,7 @@ from ...gen.device import Device
 from ...gen.emulation import emulation
 from ...gen.families import Config
 from ...gen.problem import Problem
+from ..lab.paired import Ratio
 from ..lab.timing import Cycles, Timing
 from .tensor_activity import tensor_activity
 
@@ -26,6 +27,7 @@ class Row:
         config: The configuration; None for PyTorch's kernels.
         timing: Its times in the race; None where it was not timed, and of an emulated row, since a time that the dummy
             mma were part of is nobody's.
+        ratio: How many times as long as the winner it took in the same rounds; None where that is not known.
         counted: What it counted of itself, where it did.
         max_error: The largest relative L2 error of its verification.
         registers: A thread's, of the main kernel, as the compiler says.
@@ -43,6 +45,7 @@ class Row:
     kernel: str
     config: Config | None = None
     timing: Timing | None = None
+    ratio: Ratio | None = None
     counted: Cycles | None = None
     max_error: float | None = None
     registers: int | None = None
@@ -81,6 +84,15 @@ class Row:
         median, low, high = (cycles / 1e6 for cycles in (self.counted.median, self.counted.low, self.counted.high))
         return [f"{median:.3f}", f"{low:.3f} to {high:.3f}", cell(self.tensor_activity, "{:.1%}")]
 
+    @property
+    def beside_winner(self) -> str:
+        """How much longer than the winner it takes, for a table."""
+        if self.ratio is None:
+            return "-"
+        if self.ratio.median == self.ratio.low == self.ratio.high == 1:
+            return "winner"
+        return f"{self.ratio.median - 1:+.1%}" if self.ratio.told_apart else "not told apart"
+
     def tflops(self, problem: Problem) -> float | None:
         """Effective TFLOPS: the problem's operations over the time."""
         return None if self.ms is None else problem.flops / self.ms / 1e9
@@ -100,6 +112,7 @@ class Row:
             "ms": self.ms,
             "low_ms": timing.low_ms if timing else None,
             "high_ms": timing.high_ms if timing else None,
+            "ratio_to_winner": self.ratio.to_dict() if self.ratio else None,
             "tflops": self.tflops(problem),
             "percent_of_peak": self.percent_of_peak(problem, device),
             "max_error": self.max_error,

@@ -26,6 +26,7 @@ from ...gen.render import Source, render, template_hash
 from ..lab.peers import DEFAULT
 from ..lab.timing import SEARCH_POLICY, Policy, Timings
 from .options import SearchOptions
+from .patience import Patience
 
 if TYPE_CHECKING:
     from ...db.store import Store
@@ -37,37 +38,40 @@ class VariantStore:
     Args:
         store: The database.
         problem: What the search is for.
+        patience: Repeats what a server refuses while it restarts.
     """
 
-    def __init__(self, store: Store, problem: Problem) -> None:
-        self._store, self._problem = store, problem
+    def __init__(self, store: Store, problem: Problem, patience: Patience) -> None:
+        self._store, self._problem, self._patience = store, problem, patience
 
     def record_variant(self, variant: Variant) -> int:
         """Stores what the compiler made of a source; returns the variant's id."""
         compiled, needs = variant.resources, variant.source.config.estimate(self._problem)
-        return self._store.record_variant(
-            self._problem,
-            VariantRecord(
-                config=variant.source.config,
-                source_hash=variant.source.hash,
-                template_hash=template_hash(variant.source.config.family),
-                arch=variant.arch,
-                toolchain=variant.toolchain,
-                status=variant.status,
-                error=variant.error,
-                registers=compiled.registers if compiled else None,
-                spill_bytes=compiled.spill_bytes if compiled else None,
-                stack_bytes=compiled.stack_bytes if compiled else None,
-                shared_memory_bytes=needs.shared_memory_bytes,
-                threads=needs.threads,
-                compile_seconds=variant.seconds,
-                machine_code=variant.machine_code,
-            ),
+        return self._patience(
+            lambda: self._store.record_variant(
+                self._problem,
+                VariantRecord(
+                    config=variant.source.config,
+                    source_hash=variant.source.hash,
+                    template_hash=template_hash(variant.source.config.family),
+                    arch=variant.arch,
+                    toolchain=variant.toolchain,
+                    status=variant.status,
+                    error=variant.error,
+                    registers=compiled.registers if compiled else None,
+                    spill_bytes=compiled.spill_bytes if compiled else None,
+                    stack_bytes=compiled.stack_bytes if compiled else None,
+                    shared_memory_bytes=needs.shared_memory_bytes,
+                    threads=needs.threads,
+                    compile_seconds=variant.seconds,
+                    machine_code=variant.machine_code,
+                ),
+            )
         )
 
     def record_verification(self, variant_id: int, verification: VerificationRecord) -> int:
         """Stores the third gate's verdict; returns its id."""
-        return self._store.record_verification(self._problem, variant_id, verification)
+        return self._patience(lambda: self._store.record_verification(self._problem, variant_id, verification))
 
 
 class SearchStore(VariantStore):
@@ -78,10 +82,13 @@ class SearchStore(VariantStore):
         problem: What the search is for.
         options: Of the search: its limits, and whether it emulates.
         environment: Where it measures.
+        patience: Repeats what a server refuses while it restarts.
     """
 
-    def __init__(self, store: Store, problem: Problem, options: SearchOptions, environment: Environment) -> None:
-        super().__init__(store, problem)
+    def __init__(
+        self, store: Store, problem: Problem, options: SearchOptions, environment: Environment, patience: Patience
+    ) -> None:
+        super().__init__(store, problem, patience)
         self._options, self._environment = options, environment
         self._kind = EMULATED if options.emulate else MEASURED
 
@@ -93,71 +100,83 @@ class SearchStore(VariantStore):
         """
         timing, counted = timings[config.id], timings.cycles.get(config.id)
         default = timings.get(DEFAULT)
-        return self._store.record_measurement(
-            self._problem,
-            variant_id,
-            MeasurementRecord(
-                environment=self._environment,
-                policy=policy.id,
-                median_ms=timing.median_ms,
-                low_ms=timing.low_ms,
-                high_ms=timing.high_ms,
-                samples=timing.samples,
-                clock_mhz=timings.clock_mhz,
-                limits=self._options.within,
-                kind=self._kind,
-                cycles=counted.median if counted else None,
-                default_ms=default.median_ms if default else None,
-                default_kernel=timings.default_kernel,
-            ),
+        return self._patience(
+            lambda: self._store.record_measurement(
+                self._problem,
+                variant_id,
+                MeasurementRecord(
+                    environment=self._environment,
+                    policy=policy.id,
+                    median_ms=timing.median_ms,
+                    low_ms=timing.low_ms,
+                    high_ms=timing.high_ms,
+                    samples=timing.samples,
+                    clock_mhz=timings.state.clock_mhz,
+                    limits=self._options.within,
+                    kind=self._kind,
+                    cycles=counted.median if counted else None,
+                    default_ms=default.median_ms if default else None,
+                    default_kernel=timings.default_kernel,
+                ),
+            )
         )
 
     def measurement_of(
         self, config: Config, source: Source, machine_code: str | None = None
     ) -> StoredMeasurement | None:
         """A valid measurement that was made under the same conditions, of this source or of this machine code."""
-        return self._store.measurement_for(
-            self._problem,
-            config,
-            self._environment,
-            self._options.within,
-            policy=SEARCH_POLICY.id,
-            source_hash=source.hash,
-            machine_code=machine_code,
-            kind=self._kind,
+        return self._patience(
+            lambda: self._store.measurement_for(
+                self._problem,
+                config,
+                self._environment,
+                self._options.within,
+                policy=self._options.timing.applied_to(SEARCH_POLICY).id,
+                source_hash=source.hash,
+                machine_code=machine_code,
+                kind=self._kind,
+            )
         )
 
     def kept_to_limits(self, config: Config) -> bool:
         """Whether a configuration was compiled for the target of the limits, without spills."""
-        if not self._options.within:
+        within = self._options.within
+        if not within:
             return True
-        variant = self._store.find_variant(
-            self._problem,
-            config,
-            source_hash=render(self._problem, config).hash,
-            arch=EMULATED_CARDS[self._options.within].arch,
-            toolchain=self._environment.toolkit,
+        variant = self._patience(
+            lambda: self._store.find_variant(
+                self._problem,
+                config,
+                source_hash=render(self._problem, config).hash,
+                arch=EMULATED_CARDS[within].arch,
+                toolchain=self._environment.toolkit,
+            )
         )
         return variant is not None and variant.spill_bytes == 0
 
     def best(self) -> Config | None:
         """What is stored as the best."""
-        gpu = self._environment.gpu
+        gpu, emulate = self._environment.gpu, self._options.emulate
         best: Winner | EmulatedBest | None
-        if self._options.emulate:
-            best = self._store.emulated_best(self._problem, gpu, self._options.emulate)
+        if emulate:
+            best = self._patience(lambda: self._store.emulated_best(self._problem, gpu, emulate))
         else:
-            best = self._store.winner(self._problem, gpu, self._options.limits)
+            best = self._patience(lambda: self._store.winner(self._problem, gpu, self._options.limits))
         return best.config if best else None
 
     def set_best(self, measurement_id: int, verification_id: int, *, partial: bool) -> bool:
         """Proposes the best; returns whether it is that now."""
-        if self._options.emulate:
-            return self._store.set_emulated_best(
-                self._problem, self._environment, self._options.emulate, measurement_id, verification_id, partial
+        emulate = self._options.emulate
+        if emulate:
+            return self._patience(
+                lambda: self._store.set_emulated_best(
+                    self._problem, self._environment, emulate, measurement_id, verification_id, partial
+                )
             )
-        return self._store.set_winner(
-            self._problem, self._environment, self._options.limits, measurement_id, verification_id, partial
+        return self._patience(
+            lambda: self._store.set_winner(
+                self._problem, self._environment, self._options.limits, measurement_id, verification_id, partial
+            )
         )
 
     def won_nearby(self) -> Iterator[Config]:
@@ -165,11 +184,13 @@ class SearchStore(VariantStore):
         gpu, options = self._environment.gpu, self._options
         found: list[Winner | EmulatedBest | Shipped] = []
         if options.emulate:
-            found += (one for one in self._store.emulated_bests() if one.target == options.emulate)
+            found += (one for one in self._patience(self._store.emulated_bests) if one.target == options.emulate)
             found += (row for row in read_shipped() if row.kind == EMULATED)
         else:
             found += (
-                one for one in self._store.winners() if (one.environment.gpu, one.limits) == (gpu, options.limits)
+                one
+                for one in self._patience(self._store.winners)
+                if (one.environment.gpu, one.limits) == (gpu, options.limits)
             )
             kin = alike(gpu.capability)
             found += (row for row in read_shipped() if row.kind == MEASURED and row.gpu.capability in kin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ...db.errors import DatabaseError
 from ...db.records import VerificationRecord
 from ...gen.build.jobs import Variant
 from ...gen.build.toolchain import ToolchainError
@@ -43,23 +44,25 @@ class Survey(CandidateSearch):
         bench: Bench | None,
     ) -> None:
         super().__init__(problem, device, options, builder, progress)
-        self._bench, self._store = bench, VariantStore(store, problem)
+        self._bench, self._store = bench, VariantStore(store, problem, self.patience(store))
         self._survivors: list[Row] = []
         self._unable = ""  # why this machine can verify nothing
 
     def find(self) -> SearchResult:
-        status, proposals = "predicted", None
+        status, proposals, error = "predicted", None, ""
         try:
             with self.interruptible():
                 proposals = self._proposals()
             self.try_candidates(proposals)
         except KeyboardInterrupt:
             status = "partial"
+        except DatabaseError as lost:
+            status, error = "failed", str(lost)
         self._survivors.sort(key=_survey_order)
         if self._unable:
             self.notes.append(f"gradients could not be verified on the CPU: {self._unable}")
         self.notes.append(f"nothing was timed, and no winner is stored: {self._what_passed()}")
-        return self.result(status, self._survivors, proposals)
+        return self.result(status, self._survivors, proposals, error=error)
 
     def _proposals(self) -> Proposals:
         presets, sampler = tuple(PRESETS.values()), self.options.sampler

@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...db.errors import InvalidRecord
+from ...db.errors import DatabaseError, InvalidRecord
 from ...db.records import Environment
 from ...gen.build.jobs import Variant
 from ...gen.device import Device
 from ...gen.errors import BwdtuneError
-from ...gen.families import PRESETS, Config, preset_name
+from ...gen.families import PRESETS, Config, preset_name, short_form
 from ...gen.problem import Problem
 from ...gen.space import refusal, space_hash
 from ..lab.protocol import Bench, CandidateError
@@ -24,7 +24,7 @@ from .learner import Learner
 from .options import SearchOptions
 from .progress import Progress
 from .proposals import Outcome, Proposals, StudyLog
-from .race import FinalRace
+from .race import FINALISTS, FinalRace
 from .result import SearchResult
 from .rows import Row
 from .search_store import SearchStore
@@ -54,8 +54,11 @@ class Tuning(CandidateSearch):
     ) -> None:
         super().__init__(problem, device, options, builder, progress)
         self._bench, self._environment = bench, environment
-        self._store = SearchStore(store, problem, options, environment)
+        self._policy = options.timing.applied_to(SEARCH_POLICY)
+        self._patience = self.patience(store)
+        self._store = SearchStore(store, problem, options, environment, self._patience)
         self._costs: dict[Config, float] = {}
+        self._timings: dict[Config, Timing] = {}  # of this search
         self._unfit: dict[Config, str] = {}
         self._incumbent: Variant | None = None
         self._noisy = 0
@@ -66,7 +69,7 @@ class Tuning(CandidateSearch):
                 f"driver {environment.driver}",
                 f"nvcc {environment.toolkit}",
                 f"torch {environment.torch}",
-                SEARCH_POLICY.id,
+                self._policy.id,
             )
         )
         self._log = StudyLog(store.optuna_storage(), name, space_hash=space_hash(), conditions=conditions)
@@ -88,18 +91,23 @@ class Tuning(CandidateSearch):
             if self.best and proposals.remaining and not self.options.emulate:
                 self._incumbent = self.compile_all([self.best[0]])[self.best[0]].variant
             self.try_candidates(proposals)
-            rows, winner = FinalRace(self, self._store, self._bench, self._costs, self._unfit).run()
-            status = "complete"
+            race = FinalRace(self, self._store, self._bench, self._costs, self._unfit)
+            rows, winner = race.run()
+            if race.record:
+                self._patience(lambda: self._log.add_race(race.record))
+            status, error = "complete", ""
         except KeyboardInterrupt:
             winner = self._keep_best()
-            rows, status = [winner] if winner else [], "partial"
+            rows, status, error = [winner] if winner else [], "partial", ""
+        except DatabaseError as lost:  # what was measured is told all the same
+            winner, rows, status, error = None, self._measured_rows(), "failed", str(lost)
         except Exception:  # whatever it is, no candidate's fault and no reason to lose the best
             with suppress(BwdtuneError):
                 self._keep_best()
             raise
         if self._noisy:
             self.notes.append(f"{self._noisy} timings were noisy: see above, and search again on an idle GPU")
-        return self.result(status, rows, proposals, winner, self._environment)
+        return self.result(status, rows, proposals, winner, self._environment, error)
 
     def _proposals(self, first: Sequence[Config]) -> Proposals:
         options, learner = self.options, None
@@ -136,29 +144,65 @@ class Tuning(CandidateSearch):
             self.counts.stored += 1  # other text of the same kernel
             return known
         try:
-            with self.wait("verify"):
-                verification = self._bench.verify(self.problem, compiled.variant)
-            self._store.record_verification(variant_id, verification)
-            if not verification.passed:
-                return Outcome("failed", reason=f"wrong: {verification.reason}")
-            timings = self._time_beside_incumbent(compiled.variant)
-            outcome = self._outcome(timings.cost(candidate.config.id, by_cycles=self.options.emulate is not None))
-            if outcome.cost is not None:
-                self._store.record_timing(variant_id, candidate.config, timings, SEARCH_POLICY)
-        except (CandidateError, InvalidRecord) as error:
+            try:
+                return self._judged(compiled.variant, variant_id)
+            except CandidateError as error:
+                if not error.fault.maybe_from_outside:
+                    raise
+                self.notice(f"{short_form(candidate.config)}: {error}; it is tried once more, alone")
+                return self._judged(compiled.variant, variant_id, alone=True)
+        except CandidateError as error:
+            twice = " (twice)" if error.fault.maybe_from_outside else ""
+            return Outcome("failed", reason=f"{error}{twice}", fault=error.fault)
+        except InvalidRecord as error:
             return Outcome("failed", reason=str(error))
-        if outcome.cost is not None:
-            self.counts.measured += 1
-            # Cycles do not depend on the clock: nothing has to run beside an emulated one.
-            if not self.options.emulate and (self.best is None or outcome.cost < self.best[1]):
-                self._incumbent = compiled.variant
+
+    def _judged(self, variant: Variant, variant_id: int, *, alone: bool = False) -> Outcome:
+        """The third gate and the time of a candidate.
+
+        Args:
+            variant: The candidate, compiled.
+            variant_id: Its id in the store.
+            alone: Nothing runs beside it that could be to blame.
+
+        Raises:
+            CandidateError: It crashed or hung.
+            InvalidRecord: Its time is none.
+        """
+        config = variant.source.config
+        with self.wait("verify"):
+            verification = self._bench.verify(self.problem, variant)
+        self._store.record_verification(variant_id, verification)
+        if not verification.passed:
+            return Outcome("failed", reason=f"wrong: {verification.reason}")
+        timings = self._time(variant) if alone else self._time_beside_incumbent(variant)
+        outcome = self._outcome(self._cost(config, timings))
+        if outcome.cost is None:
+            return outcome
+        self._store.record_timing(variant_id, config, timings, self._policy)
+        self._timings[config] = timings[config.id]
+        self.counts.measured += 1
+        # Cycles do not depend on the clock: nothing has to run beside an emulated one.
+        if not self.options.emulate and (self.best is None or outcome.cost < self.best[1]):
+            self._incumbent = variant
         return outcome
+
+    def _cost(self, config: Config, timings: Timings) -> float:
+        """What ranks a candidate: the incumbent's cost, times how much longer the candidate took beside it.
+
+        The clock falls in the course of a search, and with it every time alone: costs are times at the clock that the
+        first candidate met.
+        """
+        incumbent = self._incumbent.source.config if self._incumbent else None
+        if self.options.emulate or incumbent is None or incumbent.id not in timings or incumbent == config:
+            return timings.cost(config.id, by_cycles=self.options.emulate is not None)
+        return self._costs[incumbent] * timings.ratio(config.id, incumbent.id).median
 
     def _outcome(self, cost: float | None) -> Outcome:
         return Outcome.timed(math.nan if cost is None else cost, "cycles" if self.options.emulate else "ms")
 
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
-        self._log.add(candidate.config, outcome)
+        self._patience(lambda: self._log.add(candidate.config, outcome))
         self._note(candidate.config, outcome)
 
     def _note(self, config: Config, outcome: Outcome) -> None:
@@ -170,16 +214,20 @@ class Tuning(CandidateSearch):
                 self.best = (config, outcome.cost)
 
     def _time_beside_incumbent(self, variant: Variant) -> Timings:
-        """Times a candidate in turns with the best one so far, whose time tells whether the card is what it was."""
-        with self.wait("time"):
-            beside = [variant, *filter(None, [self._incumbent])]
-            try:
-                timings = self._bench.time(self.problem, beside, (), SEARCH_POLICY)
-            except CandidateError as error:
-                if self._incumbent is None or error.candidate != self._incumbent.source.config.id:
-                    raise
-                self._incumbent = None  # it may have been struck by what this candidate left behind
-                timings = self._bench.time(self.problem, [variant], (), SEARCH_POLICY)
+        """Times a candidate interleaved with the best one so far, which tells whether the card is what it was.
+
+        A noisy timing is repeated before it counts.
+        """
+        beside = [variant, *filter(None, [self._incumbent])]
+        try:
+            timings = self._time(*beside)
+            if timings.notice:
+                timings = self._time(*beside)
+        except CandidateError as error:
+            if self._incumbent is None or error.candidate != self._incumbent.source.config.id:
+                raise
+            self._incumbent = None  # it may have been struck by what this candidate left behind
+            timings = self._time(variant)
         slowed = ""
         if self._incumbent and not timings.notice:
             config = self._incumbent.source.config
@@ -191,6 +239,18 @@ class Tuning(CandidateSearch):
             if self._noisy == 1:
                 self.notice(timings.notice or slowed)
         return timings
+
+    def _time(self, *variants: Variant) -> Timings:
+        with self.wait("time"):
+            return self._bench.time(self.problem, variants, (), self._policy)
+
+    def _measured_rows(self) -> list[Row]:
+        """The best few of this search, from what is in memory."""
+        best = sorted(self._timings, key=self._costs.__getitem__)[:FINALISTS]
+        return [
+            replace(self.row(preset_name(config) or "candidate", config), timing=self._timings[config])
+            for config in best
+        ]
 
     def _keep_best(self) -> Row | None:
         """Makes the best that was measured so far the winner, marked as partial; returns its row."""

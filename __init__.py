@@ -2,9 +2,10 @@
 
 `attention` and `attention_varlen` compute attention with the stored winner as its backward; `enable` and `disable` let
 PyTorch's own `scaled_dot_product_attention` go through it. `warmup` builds kernels before they are needed, `explain`
-says which one computes a call and why, `stats` what ran. `flash_attn` has the functions of the package of that name,
-`integrations.transformers` an attention implementation for Hugging Face's models. They are loaded when they are first
-used: importing the package costs next to nothing.
+says which one computes a call and why, `stats` what ran. `tune` searches for a problem's fastest kernel, as
+``tuner search`` does. `flash_attn` has the functions of the package of that name, `integrations.transformers` an
+attention implementation for Hugging Face's models. They are loaded when they are first used: importing the package
+costs next to nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .runtime.dispatch.statistics import stats
     from .runtime.dispatch.warming import warmup
     from .runtime.sdpa import disable, enable, enabled
+    from .tuner.tune import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "flash_attn",
     "integrations",
     "stats",
+    "tune",
     "warmup",
 ]
 
@@ -45,6 +48,7 @@ _MODULES = {
     "enabled": ".runtime.sdpa",
     "explain": ".runtime.dispatch.explanation",
     "stats": ".runtime.dispatch.statistics",
+    "tune": ".tuner.tune",
     "warmup": ".runtime.dispatch.warming",
 }
 

@@ -163,7 +163,7 @@ def gpu_state(index: int) -> GpuState:
 def _throttled(nvml: Any, index: int) -> tuple[str, ...]:
     reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(_nvml_handle(index))
     return tuple(
-        text for name, text in _THROTTLE_REASONS.items() if reasons & getattr(nvml, f"nvmlClocksEventReason{name}", 0)
+        text for name, text in _THROTTLE_REASONS.items() if reasons & getattr(nvml, f"nvmlClocksEventReason{name}")
     )
 
 

@@ -29,8 +29,8 @@ from bwdtune.gen.families import PRESETS, short_form
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.gpu import current_device
 from bwdtune.tuner.cli import main
-from bwdtune.tuner.commands.cards import searched_card
 from bwdtune.tuner.commands.search import _seconds
+from bwdtune.tuner.tune import searched_card
 
 SHAPE = ["--shape", PROBLEM.shape, "--causal"]
 SMALL = ["--shape", "1_1_128_64", "--arch", "sm_120a"]

@@ -26,6 +26,7 @@ from ...gen.render import render
 from ...gen.space import refusal
 from ..lab.calls import CALLS
 from ..lab.gate import verify_fully
+from ..lab.laboratory import laboratory
 from ..lab.peers import PEERS
 from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import BENCH_POLICY
@@ -33,10 +34,10 @@ from ..search.options import refuse_unknown_cards
 from ..search.rows import CYCLE_HEADINGS, Row, cell
 from ..text_table import Column, TextTable, numeric
 from .bench_calls import DEFAULT_CALLS, DIRECTIONS, bench_calls, check_calls
-from .cards import gpu_here, laboratory
+from .cards import gpu_here
 from .kernels import BEST
 from .options import CacheOption, DatabaseOption, EmulateOption, JsonOption, LimitsOption, for_problem
-from .output import print_result
+from .output import complain, print_result
 
 if TYPE_CHECKING:
     from ...db.store import Store
@@ -85,7 +86,7 @@ def command(
     names = kernels or (DEFAULT_EMULATED_KERNELS if emulate else DEFAULT_KERNELS)
     check_kernels(names, direction, limits, emulate)
     device = gpu_here()
-    with laboratory(device, find_nvcc().version) as (worker, environment):
+    with laboratory(device, find_nvcc().version, complain) as (worker, environment):
         assert environment
         report = bench(
             problem,
@@ -126,7 +127,7 @@ def _command_calls(
         {name: str(value) for name, value in (("BWDTUNE_DB", database), ("BWDTUNE_CACHE", cache)) if value}
     )
     device = gpu_here()
-    with laboratory(device, find_nvcc().version) as (worker, environment):
+    with laboratory(device, find_nvcc().version, complain) as (worker, environment):
         assert environment
         report = bench_calls(
             problem,

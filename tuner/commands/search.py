@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import re
-from contextlib import closing
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from ...gen.device import H200, HOST_ARCH, RTX_5090
-from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import UsageError
 from ...gen.problem import Problem
-from ...runtime.gpu import NoGpuError, current_device
 from ..lab.timing import TimingStyle
 from ..search.options import DEFAULT_TRIALS, SAMPLERS, SearchOptions
-from .cards import laboratory, searched_card
 from .options import (
     ArchOption,
     CacheOption,
@@ -69,48 +63,19 @@ def command(
         limits=limits,
         emulate=emulate,
     )
-    from ...db.store import Store
-    from ...gen.build.jobs import build
-    from ...gen.build.toolchain import find_compiler
-    from ...gen.paths import writable_cache_dir
-    from ...gen.space import valid_configs
     from ..search.progress import progress_for
+    from ..tune import run_search
 
-    gpu, why_not = None, ""
-    try:
-        gpu = current_device()
-    except NoGpuError as error:
-        why_not = str(error)
-    device = searched_card(H200.arch if arch is None and emulate and gpu is None else arch, gpu)
-    if device.arch == HOST_ARCH:
-        raise UsageError(f"a search is for a GPU: use --arch {RTX_5090.arch}, and `tuner verify --arch {HOST_ARCH}`")
-    if options.within and EMULATED_CARDS[options.within].arch == device.arch:
-        options = replace(options, limits=None, emulate=None)  # they are its own
-    valid_configs(problem, EMULATED_CARDS[options.within] if options.within else device)
-    toolkit = find_compiler(device.arch).version
-    if options.within:
-        find_compiler(EMULATED_CARDS[options.within].arch)
-    writable_cache_dir(cache)
-
-    errors = console(stderr=True)
-    if device is not gpu and arch is None:
-        errors.print(f"compiling for {device.name}, since {why_not}", soft_wrap=True)
-    with (
-        closing(Store.open(database)) as store,
-        laboratory(device if device is gpu else None, toolkit) as (worker, environment),
-    ):
-        from ..search.search import search
-
-        result = search(
-            problem,
-            device,
-            store,
-            options,
-            builder=lambda source, target: build([source], target, cache=cache, jobs=1)[0],
-            progress=progress_for(errors),
-            bench=worker,
-            environment=environment,
-        )
+    shown = console(stderr=True)
+    result = run_search(
+        problem,
+        options,
+        arch=arch,
+        database=database,
+        cache=cache,
+        progress=progress_for(shown),
+        notice=lambda text: shown.print(text, markup=False, highlight=False, soft_wrap=True),
+    )
     print_result(result.to_dict(), [result.table(), *result.summary()], as_json)
     if result.error:
         complain(result.error)

@@ -81,6 +81,22 @@ class Progress(Protocol):
         """Something that a person should read now."""
 
 
+class Silent:
+    """Tells nobody."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self, status: Status) -> None:
+        pass
+
+    def notice(self, text: str) -> None:
+        pass
+
+
 class PlainProgress:
     """Lines for logs: each failure as it happens, and where it stands every few seconds."""
 

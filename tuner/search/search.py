@@ -12,6 +12,8 @@ the best is stored as the best emulated one, which never wins.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...db.records import Environment
@@ -58,8 +60,19 @@ def search(
 
     Raises:
         UsageError: No configuration is valid for the problem.
-        BwdtuneError: The compiler, the cache, the database or the GPU cannot be used at all.
+        BwdtuneError: The compiler, the cache, the database or the GPU cannot be used at all. A database that is lost on
+            the way is an `error` of the result.
     """
     if bench is None or environment is None:
-        return Survey(problem, device, store, options, builder, progress, bench).run()
-    return Tuning(problem, device, store, options, builder, progress, bench, environment).run()
+        result = Survey(problem, device, store, options, builder, progress, bench).run()
+    else:
+        result = Tuning(problem, device, store, options, builder, progress, bench, environment).run()
+    if not result.error and (gone := _removed_file(store)):
+        return replace(result, status="failed", error=f"{gone} was removed during the search: nothing of it is stored")
+    return result
+
+
+def _removed_file(store: Store) -> str:
+    """The database's file, if that has been removed: what is written to it then goes nowhere."""
+    path = store.url.database if store.url.get_backend_name() == "sqlite" else None
+    return path if path and not Path(path).exists() else ""

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bwdtune.gen.errors import UsageError
 from bwdtune.runtime.gpu import GpuState
 from bwdtune.tuner.lab import stopwatch
 from bwdtune.tuner.lab.stopwatch import Timed, time_kernels
-from bwdtune.tuner.lab.timing import BENCH_POLICY, RACE_POLICY, SEARCH_POLICY, Policy, Timing, Timings
+from bwdtune.tuner.lab.timing import BENCH_POLICY, RACE_POLICY, SEARCH_POLICY, Policy, Timing, Timings, TimingStyle
 
 CPU = torch.device("cpu")
 QUICK = Policy(warmup_ms=1, budget_ms=20, min_samples=4, max_samples=8)
@@ -27,6 +28,19 @@ def test_quantiles() -> None:
 def test_a_policys_id_names_all_that_matters() -> None:
     assert SEARCH_POLICY.id == "events1_cold-l2_w50ms_b150ms_n10-100"
     assert len({SEARCH_POLICY.id, RACE_POLICY.id, BENCH_POLICY.id, QUICK.id}) == 4
+
+
+def test_a_style_is_a_part_of_the_policy() -> None:
+    assert TimingStyle.parse("").applied_to(SEARCH_POLICY) == SEARCH_POLICY
+    warm = TimingStyle.parse("sustained, warm,graph").applied_to(SEARCH_POLICY)
+    assert warm.id == "events1_warm-l2_graph_w2000ms_b150ms_n10-100"
+    assert TimingStyle.parse("sustained").applied_to(BENCH_POLICY) == BENCH_POLICY
+
+
+@pytest.mark.parametrize("text", ["hot", "warm,cold", "eager,graph", "l2"])
+def test_an_unknown_style(text: str) -> None:
+    with pytest.raises(UsageError, match="cold or warm, eager or graph, burst or sustained"):
+        TimingStyle.parse(text)
 
 
 def test_kernels_take_turns_and_outputs_are_poisoned_before_each_run() -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 import search_fakes
@@ -49,8 +50,8 @@ from bwdtune.gen.render import Source
 from bwdtune.gen.space import refusal
 from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.lab.peers import PEERS
-from bwdtune.tuner.lab.protocol import WorkerError
-from bwdtune.tuner.lab.timing import SEARCH_POLICY, Timing, Timings
+from bwdtune.tuner.lab.protocol import CandidateError, Fault, WorkerError
+from bwdtune.tuner.lab.timing import SEARCH_POLICY, Timing, Timings, TimingStyle
 from bwdtune.tuner.search import candidates, proposals
 from bwdtune.tuner.search.candidates import EMULATED_SPILL_BOUND_BYTES, LOOK_AHEAD, SPILL_BOUND_BYTES
 from bwdtune.tuner.search.cost_model import ranked
@@ -448,6 +449,147 @@ def test_a_card_that_slows_down_is_told(database: Path) -> None:
     assert any("noisy" in note for note in result.notes)
 
 
+class Falling(FakeBench):
+    """A card whose clock falls: each timing finds all kernels slower than the one before."""
+
+    def time(self, problem, variants, peers, policy):
+        self.cost = lambda config: cost_ms(config) * (1.0 + 0.02 * len(self.timed))
+        return super().time(problem, variants, peers, policy)
+
+
+def test_costs_do_not_depend_on_a_falling_clock(database: Path) -> None:
+    run_search(database, trials=12, bench=Falling())
+    costs = {trial.user_attrs["config"]: trial.value for trial in trials(database)}
+    first = costs[V1.id]
+    for name, cost in costs.items():
+        assert cost / first == pytest.approx(cost_ms(by_id(name)) / cost_ms(V1)), name
+
+
+def test_a_noisy_timing_is_repeated_before_it_counts(database: Path) -> None:
+    class Noisy(FakeBench):
+        def time(self, problem, variants, peers, policy):
+            timings = super().time(problem, variants, peers, policy)
+            first = [names[0] for names in self.timed].count(variants[0].source.config.id) == 1
+            if peers or not first:
+                return timings
+            slow = {name: replace(timing, median_ms=99.0, high_ms=99.0) for name, timing in timings.items()}
+            return replace(timings, by_name=slow, notice="the times spread by 80%")
+
+    bench = Noisy()
+    result = run_search(database, trials=3, bench=bench)
+    assert all(bench.tried.count(name) >= 2 for name in bench.tried)
+    assert all(trial.value < 99 for trial in trials(database))
+    assert not any("noisy" in note for note in result.notes)
+
+
+class Near(FakeBench):
+    """In the final race all of ours take the same time, but for noise."""
+
+    def time(self, problem, variants, peers, policy):
+        timings = super().time(problem, variants, peers, policy)
+        if not peers:
+            return timings
+        configs = [variant.source.config for variant in variants]
+        random = np.random.default_rng(3)
+        clock = np.linspace(5.0, 7.0, 40)
+        rounds = {config.id: tuple(map(float, clock * random.normal(1.0, 0.01, 40))) for config in configs}
+        rounds |= {name: tuple(map(float, clock * 2)) for name in peers}
+        by_name = {name: Timing.of(list(times)) for name, times in rounds.items()}
+        return replace(timings, by_name=by_name, rounds_ms=rounds)
+
+
+def test_of_what_cannot_be_told_apart_a_preset_wins(database: Path) -> None:
+    result = run_search(database, trials=30, bench=Near())
+    winner = stored_winner(database)
+    assert winner
+    assert winner.config in PRESETS.values()
+    assert any("cannot tell these apart" in note for note in result.notes)
+    shown = {row["kernel"]: row["ratio_to_winner"] for row in result.to_dict()["rows"] if row["ms"]}
+    assert shown["fa"]["told_apart"]
+    assert shown["fa"]["median"] == pytest.approx(2.0, rel=0.02)
+    assert "not told apart" in text_of(result)
+
+
+def test_a_race_is_logged_with_the_cards_state(database: Path) -> None:
+    result = run_search(database, trials=5)
+    with closing(Store.open(database)) as store:
+        (summary,) = optuna.get_all_study_summaries(store.optuna_storage())
+    (race,) = summary.user_attrs["races"]
+    assert race["winner"] == result.winner.config.id
+    assert race["gpu"]["clock_mhz"] == 1700.0
+    assert race["ratio_to_winner"]["fa"]["told_apart"]
+
+
+@pytest.mark.parametrize("kind", ["killed", "hang"])
+def test_one_fault_from_outside_bans_no_candidate(database: Path, kind: str) -> None:
+    class Struck(FakeBench):
+        struck = False
+
+        def verify(self, problem, variant):
+            if variant.source.config == V2 and not self.struck:
+                self.struck = True
+                raise CandidateError("its process died of SIGKILL", V2.id, Fault(kind, "SIGKILL"))
+            return super().verify(problem, variant)
+
+    told = Told()
+    result = run_search(database, trials=6, bench=Struck(), progress=told)
+    assert result.counts.failed == 0
+    assert V2 in {row.config for row in result.rows if row.ms}
+    assert any("tried once more, alone" in notice for notice in told.notices)
+
+
+def test_a_fault_that_comes_again_is_stored_as_data(database: Path) -> None:
+    class Struck(FakeBench):
+        asked = 0
+
+        def verify(self, problem, variant):
+            if variant.source.config == V2:
+                self.asked += 1
+                raise CandidateError("it hung: no answer in 120 s", V2.id, Fault("hang", log="device-side assert"))
+            return super().verify(problem, variant)
+
+    bench = Struck()
+    result = run_search(database, trials=6, bench=bench)
+    assert bench.asked == 2
+    assert (V2, "it hung: no answer in 120 s (twice)") in result.failures
+    (trial,) = [trial for trial in trials(database) if trial.user_attrs["config"] == V2.id]
+    assert trial.user_attrs["fault"] == {"kind": "hang", "signal": "", "log": "device-side assert"}
+
+
+def test_a_crash_is_the_candidates_own(database: Path) -> None:
+    bench = FakeBench(crashing=lambda config: config == V2)
+    run_search(database, trials=6, bench=bench)
+    assert bench.tried.count(V2.id) == 1
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["tuning", "survey"])
+def test_a_database_that_is_removed_costs_no_results(database: Path, measured: bool) -> None:
+    class Removing(FakeBench):
+        def verify(self, problem, variant):
+            if len(self.verified) == 4:
+                for path in database.parent.glob(f"{database.name}*"):
+                    path.unlink()
+            return super().verify(problem, variant)
+
+    device = H200 if measured else RTX_5090
+    result = run_search(database, device=device, trials=10, bench=Removing(), measured=measured)
+    assert result.status == "failed"
+    assert str(database) in result.error
+    assert result.rows
+    assert any(row.ms if measured else row.predicted_ms for row in result.rows)
+    assert result.to_dict()["error"] == result.error
+
+
+def test_a_timing_style_is_another_policy(database: Path) -> None:
+    run_search(database, trials=3)
+    result = run_search(database, trials=3, timing=TimingStyle.parse("warm,graph"))
+    assert result.counts.earlier == result.counts.stored == 0
+    with closing(Store.open(database)) as store:
+        policies = {measurement.record.policy for measurement in store.measurements()}
+    assert any(policy.startswith("events1_warm-l2_graph_") for policy in policies)
+    assert any(policy.startswith("events1_cold-l2_w") for policy in policies)
+
+
 def test_a_worse_search_leaves_a_better_winner(database: Path) -> None:
     run_search(database, trials=30, seed=1)
     before = stored_winner(database)
@@ -600,7 +742,7 @@ def test_an_emulated_candidate_without_cycles_fails(database: Path) -> None:
 def test_the_emulated_table_says_so(database: Path) -> None:
     told = Told()
     result = run_search(database, trials=5, emulate="sm_120", progress=told)
-    console = Console(width=240)
+    console = Console(width=400)
     with console.capture() as capture:
         console.print(result.table())
     assert "emulated: at the pace of sm_120" in capture.get()
@@ -971,7 +1113,7 @@ def test_the_json_of_a_survey_has_stable_names(database: Path) -> None:
 
 def text_of(result: SearchResult) -> str:
     """The table as people see it."""
-    console = Console(width=240)
+    console = Console(width=400)
     with console.capture() as capture:
         console.print(result.table())
     return capture.get()
@@ -985,7 +1127,7 @@ def test_the_table_of_a_survey_says_predicted_and_what_was_verified(database: Pa
 
 
 def test_the_table_names_winner_presets_and_peers(database: Path) -> None:
-    console = Console(width=240)
+    console = Console(width=400)
     with console.capture() as capture:
         console.print(run_search(database, trials=20, bench=FakeBench(cost=lambda config: 2 + config.block_q)).table())
     text = capture.get()

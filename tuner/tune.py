@@ -1,0 +1,155 @@
+"""A search in Python, in one call: what ``tuner search`` does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..db.store import Store
+from ..gen.build.jobs import build
+from ..gen.build.toolchain import find_compiler
+from ..gen.device import H200, HOST_ARCH, RTX_5090, Device, device_for_arch
+from ..gen.emulation import EMULATED_CARDS
+from ..gen.errors import UsageError
+from ..gen.paths import writable_cache_dir
+from ..gen.problem import Problem
+from ..gen.space import valid_configs
+from ..runtime.gpu import NoGpuError, current_device
+from .lab.laboratory import laboratory
+from .lab.timing import TimingStyle
+from .search.options import DEFAULT_TRIALS, SearchOptions
+from .search.progress import Progress, Silent
+from .search.result import SearchResult
+from .search.search import search
+
+_log = logging.getLogger(__name__)
+
+
+def tune(
+    problem: Problem | str,
+    *,
+    trials: int = DEFAULT_TRIALS,
+    time_s: float | None = None,
+    sampler: str = SearchOptions.sampler,
+    seed: int | None = None,
+    limits: str | None = None,
+    emulate: str | None = None,
+    timing: str = "",
+    arch: str | None = None,
+    database: str | Path | None = None,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    **described: Any,
+) -> SearchResult:
+    """Searches for the fastest correct kernel for a problem, and stores it as the winner.
+
+    Without a GPU nothing is timed: candidates are compiled, checked on the CPU, and ordered by predicted time.
+
+        bwdtune.tune("8_16_4096_128", causal=True, trials=30)
+
+    Args:
+        problem: The problem, or its shape: ``B_H_S_D``, or ``B_HQ_HKV_S_D`` for grouped queries.
+        trials: How many candidates to decide.
+        time_s: Begin no candidate after so many seconds.
+        sampler: One of `search.options.SAMPLERS`.
+        seed: Makes the sampler's choices repeatable.
+        limits: Keep to another card's limits, such as ``sm_120``.
+        emulate: Slow the GPU to another card's pace, and rank by cycles.
+        timing: How kernels are timed: words of `lab.timing.TIMING_STYLES` between commas.
+        arch: The compile target; None for the GPU's.
+        database: Where results go: a path or an SQLAlchemy URL; None for the usual place.
+        cache: Where compiled kernels are kept; None for the usual place.
+        progress: Is told how it goes.
+        **described: Of a shape, the rest of `Problem.parse`: ``dtype``, ``causal``, ``window_left``, …
+
+    Returns:
+        What was found: the winner, the race that it won, and what was refused or failed.
+
+    Raises:
+        UsageError: The problem or an option is impossible.
+        BwdtuneError: The compiler, the cache, the database or the GPU cannot be used at all.
+    """
+    options = SearchOptions(
+        sampler=sampler,
+        seed=seed,
+        trials=trials,
+        time_s=time_s,
+        limits=limits,
+        emulate=emulate,
+        timing=TimingStyle.parse(timing),
+    )
+    if isinstance(problem, str):
+        problem = Problem.parse(problem, **described)
+    elif described:
+        raise UsageError(f"{', '.join(described)}: only a shape is described so, not a Problem")
+    return run_search(problem, options, arch=arch, database=database, cache=cache, progress=progress or Silent())
+
+
+def run_search(
+    problem: Problem,
+    options: SearchOptions,
+    *,
+    arch: str | None,
+    database: str | Path | None,
+    cache: Path | None,
+    progress: Progress,
+    notice: Callable[[str], None] = _log.info,
+) -> SearchResult:
+    """A search with all that it needs found here: card, compiler, cache, database.
+
+    Args:
+        problem: What is to be computed.
+        options: See `SearchOptions`.
+        arch: The compile target; None for the GPU's.
+        database: A path or a URL; None for the usual place.
+        cache: Where builds are kept; None for the usual place.
+        progress: Is told how it goes.
+        notice: Is told what a person should know before it begins.
+
+    Raises:
+        UsageError: The problem, the target or an option is impossible.
+        BwdtuneError: The compiler, the cache, the database or the GPU cannot be used at all.
+    """
+    gpu, why_not = None, ""
+    try:
+        gpu = current_device()
+    except NoGpuError as error:
+        why_not = str(error)
+    device = searched_card(H200.arch if arch is None and options.emulate and gpu is None else arch, gpu)
+    if device.arch == HOST_ARCH:
+        raise UsageError(f"a search is for a GPU: use --arch {RTX_5090.arch}, and `tuner verify --arch {HOST_ARCH}`")
+    if options.within and EMULATED_CARDS[options.within].arch == device.arch:
+        options = replace(options, limits=None, emulate=None)  # they are its own
+    valid_configs(problem, EMULATED_CARDS[options.within] if options.within else device)
+    toolkit = find_compiler(device.arch).version
+    if options.within:
+        find_compiler(EMULATED_CARDS[options.within].arch)
+    writable_cache_dir(cache)
+    if device is not gpu and arch is None:
+        notice(f"compiling for {device.name}, since {why_not}")
+    with (
+        closing(Store.open(database)) as store,
+        laboratory(device if device is gpu else None, toolkit, notice) as (bench, environment),
+    ):
+        return search(
+            problem,
+            device,
+            store,
+            options,
+            builder=lambda source, target: build([source], target, cache=cache, jobs=1)[0],
+            progress=progress,
+            bench=bench,
+            environment=environment,
+        )
+
+
+def searched_card(arch: str | None, gpu: Device | None) -> Device:
+    """The card that a search is for: the GPU where it is meant, else the card that stands for the arch."""
+    if gpu and arch in (None, gpu.arch):
+        return gpu
+    device = device_for_arch(RTX_5090.arch if arch is None else arch)
+    return gpu if gpu and gpu.arch == device.arch else device

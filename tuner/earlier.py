@@ -6,12 +6,10 @@ The earlier version runs in a process of its own, with nothing but its own modul
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -123,5 +121,5 @@ def _check_out(commit: str, package: Path) -> None:
             f"{commit} is neither a commit of {_REPOSITORY} nor a folder with the package in it"
             + "".join(f" ({line.removeprefix('fatal: ')})" for line in reason)
         )
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(package, filter="data")
+    package.mkdir()
+    subprocess.run(["tar", "-x", "-C", str(package)], input=archive.stdout, check=True)

@@ -21,6 +21,7 @@ from .features import PLAIN, Features, Sequences
 from .forwards import operators
 
 _DEVICE_TYPES = ("cuda",)
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 # As it is before `sdpa.enable` replaces it: what is handed back to PyTorch must not come here again.
 _pytorch = F.scaled_dot_product_attention
@@ -263,16 +264,20 @@ def _needs_gradient(*tensors: torch.Tensor) -> bool:
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if not _autocasts(tensors[0].device.type):
+        return tensors
     return tuple(tensor.to(_autocast_dtype(tensor)) for tensor in tensors)
+
+
+def _autocasts(device: str) -> bool:
+    """Whether to cast for autocast: elsewhere PyTorch's own function is called, which casts by itself."""
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
 def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     """What autocast makes of a tensor where PyTorch's function is called."""
     device = tensor.device.type
-    # Elsewhere PyTorch's own function is called, which casts by itself.
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return tensor.dtype
-    castable = tensor.is_floating_point() and tensor.dtype != torch.float64
+    castable = _autocasts(device) and tensor.is_floating_point() and tensor.dtype != torch.float64
     return torch.get_autocast_dtype(device) if castable else tensor.dtype
 
 
@@ -366,14 +371,16 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
 
     Under autocast their dtypes are those that they will be cast to.
     """
-    if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in (q, k, v)):
+    if not {type(q), type(k), type(v)} <= _TENSORS:
         return "a tensor is of a subclass of torch.Tensor"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func is active"
     if q.device.type not in _DEVICE_TYPES:
         return f"the tensors are on {q.device.type}"
-    dtypes = [_autocast_dtype(tensor) for tensor in (q, k, v)]
-    if dtypes[0] not in DTYPE_NAMES or len(set(dtypes)) > 1:
+    dtypes = [q.dtype, k.dtype, v.dtype]
+    if _autocasts(q.device.type):
+        dtypes = [_autocast_dtype(tensor) for tensor in (q, k, v)]
+    if dtypes[0] not in DTYPE_NAMES or not dtypes[0] == dtypes[1] == dtypes[2]:
         return f"the dtypes are {dtypes[0]}, {dtypes[1]} and {dtypes[2]}: kernels are for bfloat16 and float16"
     return None
 

@@ -84,14 +84,11 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():  # there is no storage yet; PyTorch's compiler aligns what it hands on
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-    *strides, last = tensor.stride()
-    bytes_each = tensor.element_size()
-    aligned = tensor.data_ptr() % _ALIGNMENT_BYTES == 0 and all(
-        stride * bytes_each % _ALIGNMENT_BYTES == 0
-        for stride, extent in zip(strides, tensor.shape, strict=False)
-        if extent > 1
-    )
-    if (last == 1 or tensor.shape[-1] <= 1) and aligned:
+    bytes_each, strides, shape = tensor.element_size(), tensor.stride(), tensor.shape
+    aligned = tensor.data_ptr() % _ALIGNMENT_BYTES == 0 and (strides[-1] == 1 or shape[-1] <= 1)
+    for dim in range(len(shape) - 1):
+        aligned = aligned and (shape[dim] <= 1 or strides[dim] * bytes_each % _ALIGNMENT_BYTES == 0)
+    if aligned:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

@@ -8,8 +8,9 @@ FlashAttention-3 or elementary operations.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.attention as torch_attention_registry
@@ -154,7 +155,14 @@ def _plain(
     return FLASH if activated else FLASH_3
 
 
-@torch._dynamo.assume_constant_result
+def constant_under_compile(function: Callable[..., Any]) -> None:
+    """Has `torch.compile` call a function as it traces, with constants, and take the result for one.
+
+    As `torch.compiler.assume_constant_result` does, which loads the whole compiler at once.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _default_under_compile(device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool) -> str:
     """PyTorch's choice at a common length: a traced graph serves many lengths, and tensors have no storage there."""
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -162,6 +170,9 @@ def _default_under_compile(device: torch.device, dtype: torch.dtype, head_dim: i
     with unset_fake_temporarily(), FakeTensorMode():
         q = torch.empty(1, 8, 1024, head_dim, dtype=dtype, device=device, requires_grad=True)
         return _BACKENDS.get(torch._fused_sdp_choice(q, q, q, None, 0.0, causal), MATH)
+
+
+constant_under_compile(_default_under_compile)
 
 
 def _aligned(causal: bool, features: Features) -> bool:

@@ -13,6 +13,7 @@ from ..call import Call
 from ..dispatch import notices
 from ..dispatch.choices import waits
 from ..features import Features, Sequences
+from . import constant_under_compile
 
 _Tensors = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,7 +33,7 @@ def attention(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, for
     """
     features, options = call.features, (call.causal, call.scale, call.enable_gqa)
     mask = (*features.window, features.bottom_right, features.softcap)
-    q, k, v = (torch_attention.readable(tensor) for tensor in (q, k, v))
+    q, k, v = torch_attention.readable(q), torch_attention.readable(k), torch_attention.readable(v)
     if sequences := features.sequences:
         lengths = (sequences.cu_seqlens_q, sequences.cu_seqlens_kv, sequences.seqlen_q, sequences.seqlen_kv)
         rows = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
@@ -51,11 +52,13 @@ def ready() -> bool:
     return _ready_under_compile() if torch.compiler.is_compiling() else _ready()
 
 
-@torch._dynamo.assume_constant_result
 def _ready_under_compile() -> bool:
     _Loading.start()
     _Loading.finish()
     return operator.loaded() is not None
+
+
+constant_under_compile(_ready_under_compile)
 
 
 def _ready() -> bool:

@@ -43,10 +43,12 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def libraries(_kernel_cache: Any) -> dict[str, Kernel]:
+def libraries(pytestconfig: pytest.Config) -> dict[str, Kernel]:
     """A kernel of each kind, compiled beside one another."""
     problems = [Problem("bf16", 1, 1, 1, 1, 1, HEAD_DIM, **kind) for kind in KINDS]
-    variants = build([render(problem, CONFIG) for problem in problems], current_device().arch, cache=_kernel_cache)
+    assert pytestconfig.cache
+    cache = pytestconfig.cache.mkdir("kernels")
+    variants = build([render(problem, CONFIG) for problem in problems], current_device().arch, cache=cache)
     loaded = {}
     for problem, variant in zip(problems, variants, strict=True):
         assert variant.library, variant.error

@@ -109,7 +109,7 @@ class FakeBuilder:
     spills: Callable[[Config, str], int] = lambda config, arch: 0
     lasting: bool = True
     registers: Callable[[Source, str], int] = lambda source, arch: 168
-    machine_code: Callable[[Source], str] = lambda source: f"code of {source.hash}"
+    machine_code: Callable[[Source], str | None] = lambda source: f"code of {source.hash}"
     static_bytes: Callable[[Source], int] = lambda source: 0
     compiled: list[tuple[Config, str]] = field(default_factory=list)
     sources: list[tuple[Source, str]] = field(default_factory=list)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,7 @@ from ...gen.families import Config, short_form
 from ...gen.problem import Problem
 from ...gen.render import Source, template_hash
 from ...runtime.gpu import gpu_key
-from ..earlier import Earlier, earlier, render_today
+from ..earlier import Asked, Earlier, earlier, render_today
 from ..text_table import Column, TextTable
 from .options import CacheOption, DatabaseOption, JsonOption
 from .output import print_result
@@ -31,12 +31,14 @@ if TYPE_CHECKING:
 
 def command(
     version: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="VERSION",
-            help="The version that measured: a commit of this repository, or a folder with the package in it.",
+            metavar="[VERSION]",
+            help="The version that measured: a commit of this repository, or a folder with the package in it. Needed "
+            "for what names no machine code.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     shipped: Annotated[
         bool, typer.Option("--shipped", help="Carry the table of shipped configurations, not the database.")
     ] = False,
@@ -44,21 +46,21 @@ def command(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Compare the machine code of winners' earlier text with today's, and keep those that are the same kernel.
+    """Compare the machine code that was measured with that of today's text, and keep what is the same kernel.
 
     For whoever makes a version of this program, and for a database of before kernels were known by their machine code.
     Needs the nvcc that the winners were measured with, and no GPU. Exit status 1: some kernels are others today.
     """
     from ...db.store import Store
 
-    with earlier(version) as before:
+    with earlier(version) if version else nullcontext() as before:
         if shipped:
             found = carry_shipped(before, cache=cache)
         else:
             with closing(Store.open(database)) as store:
                 found = carry_stored(before, store, cache=cache)
     table = TextTable(
-        f"kernels of {version}", [Column("problem"), Column("configuration"), Column("target"), Column("today")]
+        "kernels that were measured", [Column("problem"), Column("configuration"), Column("target"), Column("today")]
     )
     for one in found:
         measured = one.measured
@@ -80,6 +82,7 @@ class Measured:
         arch: The target that it was compiled for.
         toolkit: The nvcc that compiled it.
         source_hash: Hash of its text.
+        machine_code: Hash of its machine code, where that is known.
     """
 
     problem: Problem
@@ -88,15 +91,21 @@ class Measured:
     arch: str
     toolkit: str
     source_hash: str
+    machine_code: str | None = None
+
+    @property
+    def asked(self) -> Asked:
+        """What renders it."""
+        return self.problem, self.config, self.emulate
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The two texts of a kernel, compiled by the same nvcc.
+    """A kernel and today's text of it, compiled by the same nvcc.
 
     Attributes:
         measured: The kernel.
-        before: The machine code of the text that was measured; None where it could not be had.
+        before: The machine code that was measured; None where it could not be had.
         today: Today's source.
         same: Whether today's machine code is the same.
         note: Why it is not, or why that is not known; empty where it is.
@@ -109,37 +118,43 @@ class Comparison:
     note: str
 
 
-def compare(kernels: Sequence[Measured], version: Earlier, *, cache: Path | None = None) -> list[Comparison]:
-    """Compiles the text that was measured and today's, and compares the machine code.
+def compare(kernels: Sequence[Measured], version: Earlier | None, *, cache: Path | None = None) -> list[Comparison]:
+    """Compares the machine code that was measured with that of today's text.
+
+    Where a row does not name the former, the text that was measured is compiled once more.
 
     Args:
         kernels: What was measured.
-        version: The version that it was measured with.
+        version: The version that it was measured with; None where all name their machine code.
         cache: The cache directory; see `gen.paths.cache_dir`.
 
     Raises:
         BwdtuneError: The earlier version does not render, or there is no compiler.
     """
-    asked = [(kernel.problem, kernel.config, kernel.emulate) for kernel in kernels]
-    pairs = list(zip(kernels, version.render(asked), render_today(asked), strict=True))
-    reasons = {kernel: reason for kernel, before, _ in pairs if (reason := _not_comparable(kernel, before, version))}
+    today = dict(zip(kernels, render_today([kernel.asked for kernel in kernels]), strict=True))
+    unnamed = [kernel for kernel in kernels if kernel.machine_code is None]
+    before = dict(zip(unnamed, version.render([kernel.asked for kernel in unnamed]), strict=True)) if version else {}
+    reasons = {kernel: reason for kernel in kernels if (reason := _not_comparable(kernel, before, version))}
     built: dict[tuple[str, str], Variant] = {}
     for arch in dict.fromkeys(kernel.arch for kernel in kernels):
-        wanted = [(before, today) for kernel, before, today in pairs if kernel.arch == arch and kernel not in reasons]
-        sources = list({source.hash: source for pair in wanted for source in pair}.values())
+        wanted = [kernel for kernel in kernels if kernel.arch == arch and kernel not in reasons]
+        texts = [text[kernel] for kernel in wanted for text in (before, today) if kernel in text]
+        sources = list({source.hash: source for source in texts}.values())
         built |= {(variant.source.hash, arch): variant for variant in build(sources, arch, cache=cache)}
     found = []
-    for kernel, before, today in pairs:
+    for kernel in kernels:
         if kernel in reasons:
-            found.append(Comparison(kernel, None, today, False, reasons[kernel]))
+            found.append(Comparison(kernel, kernel.machine_code, today[kernel], False, reasons[kernel]))
         else:
-            variants = built[before.hash, kernel.arch], built[today.hash, kernel.arch]
-            found.append(_compared(kernel, *variants))
+            measured = built[before[kernel].hash, kernel.arch] if kernel in before else None
+            found.append(_compared(kernel, measured, built[today[kernel].hash, kernel.arch]))
     return found
 
 
-def _not_comparable(kernel: Measured, before: Source, version: Earlier) -> str:
-    if before.hash != kernel.source_hash:
+def _not_comparable(kernel: Measured, before: Mapping[Measured, Source], version: Earlier | None) -> str:
+    if kernel.machine_code is None and version is None:
+        return "its machine code is not known: name the VERSION that it was measured with"
+    if version and kernel in before and before[kernel].hash != kernel.source_hash:
         return f"{version.name} makes another text of it than the one that was measured"
     present = find_compiler(kernel.arch).version
     if present != kernel.toolkit:
@@ -147,22 +162,24 @@ def _not_comparable(kernel: Measured, before: Source, version: Earlier) -> str:
     return ""
 
 
-def _compared(kernel: Measured, before: Variant, today: Variant) -> Comparison:
+def _compared(kernel: Measured, before: Variant | None, today: Variant) -> Comparison:
     for variant, when in ((before, "the text that was measured"), (today, "today's text")):
-        if not variant.library:
-            return Comparison(kernel, None, today.source, False, f"{when} does not compile: {variant.error}")
-    same = before.machine_code is not None and before.machine_code == today.machine_code
+        if variant and not variant.library:
+            note = f"{when} does not compile: {variant.error}"
+            return Comparison(kernel, kernel.machine_code, today.source, False, note)
+    code = before.machine_code if before else kernel.machine_code
+    same = code is not None and code == today.machine_code
     note = "" if same else "today's text is another machine code: search again"
-    return Comparison(kernel, before.machine_code, today.source, same, note)
+    return Comparison(kernel, code, today.source, same, note)
 
 
-def carry_shipped(version: Earlier, path: Path | None = None, *, cache: Path | None = None) -> list[Comparison]:
+def carry_shipped(version: Earlier | None, path: Path | None = None, *, cache: Path | None = None) -> list[Comparison]:
     """Carries the rows of a shipped table over, and names the machine code of each.
 
     A row whose machine code is another today keeps the hash of its text, and is used no more.
 
     Args:
-        version: The version that the table is of.
+        version: The version that the table is of; None where all rows name their machine code.
         path: The table; None for the package's own.
         cache: The cache directory.
 
@@ -186,12 +203,12 @@ def carry_shipped(version: Earlier, path: Path | None = None, *, cache: Path | N
     return found
 
 
-def carry_stored(version: Earlier, store: Store, *, cache: Path | None = None) -> list[Comparison]:
+def carry_stored(version: Earlier | None, store: Store, *, cache: Path | None = None) -> list[Comparison]:
     """Carries a database's winners and best emulated configurations over: names their machine code, and stores today's
     text as another one of the same kernel.
 
     Args:
-        version: The version that stored them.
+        version: The version that stored them; None where all name their machine code.
         store: The database.
         cache: The cache directory.
 
@@ -228,6 +245,7 @@ def _stored(store: Store) -> Iterator[Measured]:
             arch=best.environment.arch,
             toolkit=best.environment.toolkit,
             source_hash=best.source_hash,
+            machine_code=best.machine_code if isinstance(best, Winner) else None,
         )
 
 
@@ -235,7 +253,7 @@ def _of_shipped(row: Shipped) -> Measured:
     # What an emulated row is about is the kernel without dummy mma, for the card that was emulated.
     cards = {gpu_key(card): card for card in EMULATED_CARDS.values()}
     arch = cards[row.gpu].arch if row.kind == EMULATED else row.environment.arch
-    return Measured(row.problem, row.config, None, arch, row.environment.toolkit, row.source_hash)
+    return Measured(row.problem, row.config, None, arch, row.environment.toolkit, row.source_hash, row.machine_code)
 
 
 def _to_dict(one: Comparison) -> dict[str, Any]:

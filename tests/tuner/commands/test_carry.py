@@ -106,6 +106,21 @@ class TestShipped:
         assert read_shipped(table) == (before,)
         assert not builder.compiled
 
+    def test_what_names_its_machine_code_needs_no_version(self, table: Path, builder: FakeBuilder) -> None:
+        code = builder.machine_code(render(PROBLEM, V1))
+        write_shipped([row_of(COMMENT, machine_code=code), row_of(CODE, machine_code="another")], table)
+        assert [one.same for one in module.carry_shipped(None, table)] == [True, False]
+        same, other = read_shipped(table)
+        assert (same.source_hash, same.machine_code) == (render(PROBLEM, V1).hash, code)
+        assert other == row_of(CODE, machine_code="another")
+        assert len(builder.compiled) == 1, "today's text alone"
+
+    def test_what_does_not_name_it_needs_one(self, table: Path, builder: FakeBuilder) -> None:
+        write_shipped([row_of(COMMENT)], table)
+        (found,) = module.carry_shipped(None, table)
+        assert "name the VERSION" in found.note
+        assert not builder.compiled
+
     def test_another_nvcc_says_nothing(self, table: Path, builder: FakeBuilder) -> None:
         before = row_of(COMMENT, environment=replace(ENVIRONMENT, toolkit="12.8.93"))
         write_shipped([before], table)
@@ -133,7 +148,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "results.sqlite"
     with monkeypatch.context() as patch:
         patch.setattr(candidates, "render", before)
-        run_search(path, builder=FakeBuilder(machine_code=lambda source: ""), trials=3)
+        run_search(path, builder=FakeBuilder(machine_code=lambda source: None), trials=3)
     return path
 
 

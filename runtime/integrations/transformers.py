@@ -110,6 +110,10 @@ def make_mask(**arguments: Any) -> Mask | torch.Tensor | None:
     Returns:
         None for a mask that `attention_forward` knows without it; a `Mask`; or a boolean tensor (B, 1, Sq, Skv).
     """
+    if torch.compiler.is_compiling():
+        # Whether a row is packed is not known then, so transformers' masks are closures over tensors, and they are not
+        # to be looked into. Layers that are compiled one by one have their mask from outside.
+        return _tensor_mask(**arguments)
     pattern = _pattern(arguments["mask_function"])
     kv_length = arguments["kv_length"]
     # Until 4.57 and 5.0 the queries' places are given in place of their number and offset.
@@ -125,8 +129,7 @@ def make_mask(**arguments: Any) -> Mask | torch.Tensor | None:
     moved = not _same(arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
     if q_length != kv_length or moved or (tensor_is_asked and pattern.sequences is None):
         return _tensor_mask(**arguments)  # keys from a cache, or a mask that the model works on
-    if padding is not None and (torch.compiler.is_compiling() or padding.shape[-1] != kv_length):
-        _say("which tokens are padding is not looked at under torch.compile")
+    if padding is not None and padding.shape[-1] != kv_length:
         return _tensor_mask(**arguments)
     if padding is not None and bool(padding.all()):
         padding = None

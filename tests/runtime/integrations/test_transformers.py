@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from operator_kernels import Kernels
 from stub_kernels import stub_for
 
 from bwdtune.gen.device import Device
 from bwdtune.gen.problem import Problem
+from bwdtune.runtime import attention as attention_module
 from bwdtune.runtime import dispatch
 from bwdtune.runtime.dispatch import Choice
 from bwdtune.runtime.kernel import Kernel
@@ -291,3 +293,26 @@ def test_old_names_of_arguments() -> None:
         batch_size=1, cache_position=torch.arange(8), kv_length=8, mask_function=causal_mask_function
     )
     assert mask is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_whole_model_that_is_compiled_is_pytorchs(name: str) -> None:
+    torch._dynamo.reset()
+    given = {"input_ids": TOKENS}
+    compiled = torch.compile(model(name, "bwdtune"), backend="aot_eager")
+    loss = compiled(**given, labels=TOKENS, use_cache=False).loss
+    assert torch.allclose(loss, model(name, reference(name))(**given, labels=TOKENS, use_cache=False).loss, rtol=1e-4)
+    loss.backward()
+
+
+@pytest.mark.parametrize("batch", ["plain", "left padding"])
+def test_compiled_layers_run_kernels_of_ours(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, batch: str) -> None:
+    """Through the operator, in one graph each."""
+    monkeypatch.setattr(attention_module, "_DEVICE_TYPES", ("cpu",))
+    torch._dynamo.reset()
+    given = BATCHES[batch]()
+    network = model("mistral", "bwdtune", torch.bfloat16)
+    for layer in network.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    assert_alike(run(network, given), run(model("mistral", "sdpa"), given), 0.06)
+    assert kernels.launches == 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Annotated, Any
@@ -22,6 +23,26 @@ from .commands.output import complain, print_error
 # typer has used click, and holds a copy of it since: its public exceptions lead to the base class of either.
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+
+class _Interrupted(BwdtuneError):
+    """Ctrl-C or SIGTERM ended a command that had nothing to tell."""
+
+    exit_status = search.INTERRUPTED
+
+
+def _interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Has a command's interrupt reach `main`: typer ends a KeyboardInterrupt itself, without a word."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> Any:
+        try:
+            return command(*arguments, **options)
+        except KeyboardInterrupt:
+            raise _Interrupted("interrupted") from None
+
+    return run
+
+
 app = typer.Typer(
     name="tuner",
     help="Generates, checks, times and keeps CUDA attention-backward kernels.",
@@ -29,7 +50,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _module in (search, list, show, bench, verify, inspect, profile, roofline, export, prebuild, ship, carry):
-    app.command(_module.__name__.rpartition(".")[2])(_module.command)
+    app.command(_module.__name__.rpartition(".")[2])(_interruptible(_module.command))
 
 
 def _print_version(asked: bool) -> None:

@@ -157,7 +157,9 @@ def parent(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], psutil.Proce
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout
     child = psutil.Process(int(process.stdout.readline().split()[1]))
-    time.sleep(0.5)
+    until = child.cpu_times().user + 0.2
+    while child.cpu_times().user < until:  # it runs, and a kernel that never ends does
+        time.sleep(0.01)
     yield process, child
     process.kill()
     process.wait()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,15 +61,22 @@ def test_kernels_take_turns_and_outputs_are_poisoned_before_each_run() -> None:
     assert {timing.samples for timing in timings.values()} == {QUICK.max_samples}
 
 
-def sleeping(seconds: float) -> Callable[[], None]:
-    return lambda: time.sleep(seconds)
+def test_times_are_in_milliseconds_and_slow_kernels_run_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
 
+    def lasting(seconds: float) -> Timed:
+        def run() -> None:
+            nonlocal now_s
+            now_s += seconds
 
-def test_times_are_in_milliseconds_and_slow_kernels_run_less_often() -> None:
-    timings = time_kernels({"slow": Timed(sleeping(0.02)), "quick": Timed(sleeping(0.001))}, QUICK, CPU)
-    assert 20 <= timings["slow"].median_ms < 60
-    assert 1 <= timings["quick"].median_ms < 15
+        return Timed(run)
+
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    timings = time_kernels({"slow": lasting(0.02), "quick": lasting(0.001)}, QUICK, CPU)
+    assert timings["slow"].median_ms == pytest.approx(20)
+    assert timings["quick"].median_ms == pytest.approx(1)
     assert timings["slow"].samples == QUICK.min_samples
+    assert time_kernels({"quick": lasting(0.001)}, QUICK, CPU)["quick"].samples == QUICK.max_samples
 
 
 def test_a_failing_kernel_is_known_by_its_first_run() -> None:
@@ -79,7 +85,7 @@ def test_a_failing_kernel_is_known_by_its_first_run() -> None:
 
     first_runs: list[str | None] = []
     with pytest.raises(RuntimeError):
-        time_kernels({"a": Timed(sleeping(0)), "b": Timed(fail)}, QUICK, CPU, first_runs.append)
+        time_kernels({"a": Timed(lambda: None), "b": Timed(fail)}, QUICK, CPU, first_runs.append)
     assert first_runs == ["a", "b"]
 
 

@@ -14,6 +14,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.lab.peers import PEERS
 from bwdtune.tuner.lab.protocol import CandidateError, Fault, WorkerError
 from bwdtune.tuner.lab.timing import SEARCH_POLICY, Timing, Timings, TimingStyle
-from bwdtune.tuner.search import candidates, proposals
+from bwdtune.tuner.search import candidates, progress, proposals
 from bwdtune.tuner.search.candidates import EMULATED_SPILL_BOUND_BYTES, LOOK_AHEAD, SPILL_BOUND_BYTES
 from bwdtune.tuner.search.cost_model import ranked
 from bwdtune.tuner.search.options import SAMPLERS, SearchOptions
@@ -753,12 +754,14 @@ def test_the_emulated_table_says_so(database: Path) -> None:
 # Time and interrupts
 
 
-def test_the_time_limit_ends_a_search_with_a_race(database: Path) -> None:
-    start = time.monotonic()
-    result = run_search(database, trials=1000, time_s=6, bench=FakeBench(delay_s=0.05))
-    assert time.monotonic() - start < 30
+def test_the_time_limit_ends_a_search_with_a_race(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = FakeBench()
+    # Each timing takes a second.
+    clock = SimpleNamespace(perf_counter=lambda: float(len(bench.timed)), monotonic=lambda: 0.0)
+    monkeypatch.setattr(progress, "time", clock)
+    result = run_search(database, trials=1000, time_s=6, bench=bench)
     assert result.status == "complete"
-    assert 0 < result.counts.decided < 1000
+    assert result.counts.decided == 6
     assert result.winner
     assert any("the time is up" in note for note in result.notes)
 
@@ -767,11 +770,10 @@ def test_the_time_limit_ends_a_search_with_a_race(database: Path) -> None:
 def test_an_interrupt_keeps_what_was_measured(database: Path, number: signal.Signals) -> None:
     process = start_slow_search(database)
     wait_until_decided(process, 4)
-    start = time.monotonic()
     process.send_signal(number)
-    output, errors = process.communicate(timeout=30)
-    assert time.monotonic() - start < 10
+    output, errors = process.communicate()
     assert process.returncode == 130, errors
+    assert errors.count("stopping, and keeping what was found") == 1
     assert "Traceback" not in errors
     winner = stored_winner(database)
     assert winner
@@ -793,7 +795,7 @@ def test_a_kill_loses_the_running_trial_at_most(database: Path) -> None:
     process = start_slow_search(database)
     decided = wait_until_decided(process, 4)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate()
     kept = trials(database)
     assert len(kept) >= decided
     assert all(trial.state.is_finished() for trial in kept)
@@ -822,7 +824,7 @@ def test_searches_at_once_agree_on_one_winner(database: Path) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate()
         assert process.returncode == 0, errors
     winner = stored_winner(database)
     assert winner
@@ -1139,9 +1141,9 @@ def test_the_table_names_winner_presets_and_peers(database: Path) -> None:
 def test_progress_tells_the_best_so_far_and_what_fell(database: Path, terminal: bool) -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100)
-    progress = progress_for(console)
+    shown = progress_for(console)
     builder = FakeBuilder(broken=lambda config: parameter(config, "stages") == 1)
-    result = run_search(database, trials=12, progress=progress, builder=builder)
+    result = run_search(database, trials=12, progress=shown, builder=builder)
     text = stream.getvalue()
     assert result.winner
     assert result.winner.config

@@ -71,8 +71,8 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// An optimisation barrier: the value itself, which the compiler takes for a new one. What depends on it is computed again rather
-// than kept in registers.
+// An optimisation barrier: the value itself, which the compiler takes for a new one. What depends on it is computed again
+// rather than kept in registers.
 __device__ __forceinline__ uint32_t optimization_barrier(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;

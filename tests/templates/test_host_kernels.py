@@ -636,5 +636,5 @@ def test_a_copy_over_v_before_all_have_it_is_caught() -> None:
     """dO's only stage lies where V is at the start, with head_dim 128."""
     problem = dataclasses.replace(MUTATED_PROBLEM, head_dim=128)
     first = "if (loads_q) load_first(item, i, true);"
-    source = mutated("dO over V", f"ptx::sync_threads();\n    {first}", first, PRESETS["t64"], problem)
+    source = mutated("dO over V", f"ptx::sync_threads();\n      {first}", first, PRESETS["t64"], problem)
     assert "race: cp.async.bulk" in VERIFIER.verify(problem, load(source)).reason

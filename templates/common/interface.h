@@ -1,9 +1,9 @@
 /* The C interface of a generated attention backward: fill bwdtune_arguments, call bwdtune_backward.
  *
  * With P = softmax(scale * q k^T + mask) and o = P v, it computes dq, dk and dv from q, k, v, o, dout and the
- * log-sum-exp of the forward pass. With a cap, softcap * tanh(scale * q k^T / softcap) stands in the place of
- * scale * q k^T. A query that sees no key has a gradient of zero and adds nothing. It allocates nothing and synchronises nothing: everything is enqueued on `stream`,
- * so it may be captured into a CUDA graph. */
+ * log-sum-exp of the forward pass. With a cap, softcap * tanh(scale * q k^T / softcap) replaces scale * q k^T. A query
+ * that sees no key has a gradient of zero and adds nothing. It allocates nothing and synchronises nothing: everything is
+ * enqueued on `stream`, so it may be captured into a CUDA graph. */
 #ifndef BWDTUNE_INTERFACE_H
 #define BWDTUNE_INTERFACE_H
 

@@ -5,13 +5,14 @@ import functools
 import re
 
 import pytest
+from covering import all_representatives
 
 from bwdtune.gen import space
 from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.families import FAMILIES, PRESETS, Config, WgmmaConfig
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.space import all_configs, refusal, refusals, representatives, space_hash, valid_configs
+from bwdtune.gen.space import all_configs, refusal, refusals, space_hash, valid_configs
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
@@ -240,16 +241,13 @@ def test_a_head_dim_that_no_kernel_takes_is_named(head_dim: int) -> None:
         valid_configs(problem, H200)
 
 
-REPRESENTATIVES = tuple(representatives())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [RTX_5090, H200], ids=lambda device: device.arch)
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_every_head_dim_has_a_space(device: Device, head_dim: int) -> None:
     for features in ({}, {"deterministic": True}):
         problem = Problem.parse(f"8_16_4096_{head_dim}", causal=True, **features)
-        assert any(refusal(problem, config, device) is None for config in REPRESENTATIVES)
+        assert any(refusal(problem, config, device) is None for config in all_representatives())
 
 
 def test_the_order_of_the_space_is_fixed() -> None:

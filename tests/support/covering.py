@@ -12,7 +12,13 @@ import numpy as np
 from bwdtune.gen.device import Device
 from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.space import refusal, valid_configs
+from bwdtune.gen.space import refusal, representatives, valid_configs
+
+
+@functools.cache
+def all_representatives() -> tuple[Config, ...]:
+    """Those of all families, made once: there are tens of thousands."""
+    return tuple(representatives())
 
 
 def valid_presets(problem: Problem, device: Device) -> dict[str, Config]:

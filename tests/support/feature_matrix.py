@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from covering import all_representatives
+
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.families import FAMILIES, Config, MmaConfig
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.space import refusal, representatives
+from bwdtune.gen.space import refusal
 from bwdtune.runtime.verification.cases import Case
 from bwdtune.runtime.verification.inputs import INPUTS
 
@@ -100,7 +102,7 @@ class Kernel:
 
 @functools.cache
 def _representatives(family: str) -> tuple[Config, ...]:
-    return tuple(config for config in representatives() if config.family == family)
+    return tuple(config for config in all_representatives() if config.family == family)
 
 
 @functools.cache

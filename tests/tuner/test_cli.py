@@ -478,7 +478,7 @@ def test_an_interrupted_command_says_so_at_once_and_ends_with_130(
         if line.startswith(begun):
             break
     process.send_signal(number)
-    said = process.stderr.readline() or process.stderr.readline()
+    said = process.stderr.readline() + process.stderr.readline()
     output, errors = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in output + errors

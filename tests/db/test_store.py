@@ -471,6 +471,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
+@pytest.mark.slow
 @given(problem=problems(), config=configs(), time=st.floats(1e-6, 1e6))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_problem_and_configuration_come_back(

@@ -33,6 +33,7 @@ def stub(problem: Problem = PROBLEM, fault: str = "NONE") -> Kernel:
     return Kernel.load(stub_library(dtype=problem.dtype, head_dim=problem.head_dim, causal=problem.causal, fault=fault))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("shape", ["4_8_4096_32", "1_6_2_70_64"])
@@ -48,6 +49,7 @@ def test_a_right_kernel_passes(shape: str, dtype: str, causal: bool) -> None:
         assert max(errors.values()) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

@@ -437,6 +437,7 @@ def test_roofline_of_the_write_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_a_search_without_a_gpu_verifies_on_the_cpu_and_predicts(tmp_path: Path, database: Path) -> None:
     arguments = ["search", *SMALL, "--trials", "4", "--seed", "1", "--db", str(database)]
     done = run(*arguments, "--json")
@@ -487,6 +488,7 @@ def test_an_interrupted_command_says_so_at_once_and_ends_with_130(
         assert "no winner is stored" in output
 
 
+@pytest.mark.slow
 def test_verify_on_the_host_prints_the_errors_beside_pytorchs(capsys: pytest.CaptureFixture[str]) -> None:
     if not shutil.which("g++"):
         pytest.skip("no host compiler")

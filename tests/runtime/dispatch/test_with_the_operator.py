@@ -40,6 +40,7 @@ def told(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Iterat
     bwdtune.disable()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_background")
 def test_the_steps_of_a_training(
     host: Device, store_winner: Callable[..., None], compiler: CxxShim, told: Told

@@ -298,6 +298,7 @@ def real(device: Device, worker: Worker, toolkit: str) -> BenchReport:
     )
 
 
+@pytest.mark.slow
 def test_a_real_worker_on_the_cpu(monkeypatch):
     monkeypatch.setattr(module, "build", real_build)
     with Worker("cpu") as worker:
@@ -307,6 +308,7 @@ def test_a_real_worker_on_the_cpu(monkeypatch):
     assert ours.max_error < 0.02  # the case whose scores lie far below zero, where dQ all but cancels
 
 
+@pytest.mark.slow
 def test_cycles_of_a_real_worker_on_the_cpu(monkeypatch):
     monkeypatch.setattr(module, "build", real_build)
     problem = Problem.parse("1_2_65_64", causal=True)

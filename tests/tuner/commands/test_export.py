@@ -192,6 +192,7 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "arch"), [(CAUSAL, "sm_120a"), (FULL_FP16, "sm_90a")], ids=["sm_120a", "sm_90a"])
 def test_the_build_line_of_the_readme_builds(tmp_path, problem, arch):
     export_config(problem, PRESETS["v3"], arch, tmp_path)
@@ -208,6 +209,7 @@ def test_the_example_passes_on_the_gpu(tmp_path, problem, preset):
     assert result.stdout.splitlines()[-1] == "PASSED"
 
 
+@pytest.mark.slow
 def test_cmake_builds(tmp_path):
     try:
         nvcc = find_nvcc()
@@ -247,6 +249,7 @@ def example_on_host(tmp_path):
     return make
 
 
+@pytest.mark.slow
 @KINDS
 def test_the_example_accepts_a_right_kernel(example_on_host, problem, preset):
     result = subprocess.run([example_on_host(problem, PRESETS[preset])], capture_output=True, text=True)
@@ -257,6 +260,7 @@ def test_the_example_accepts_a_right_kernel(example_on_host, problem, preset):
         assert all(f"  {gradient} 0.00" in line for line in lines[1:-1])
 
 
+@pytest.mark.slow
 def test_the_example_refuses_a_wrong_kernel(example_on_host):
     wrong = render(replace(CAUSAL, causal=False), PRESETS["v3"])
     result = subprocess.run([example_on_host(CAUSAL, PRESETS["v3"], kernel=wrong)], capture_output=True, text=True)

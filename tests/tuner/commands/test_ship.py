@@ -33,6 +33,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_winners_and_emulated_bests_are_shipped(searched: Path, tmp_path: Path) -> None:
     with closing(Store.open(searched, read_only=True)) as store:
         table = ship(store, tmp_path / "table.json")

@@ -29,6 +29,7 @@ def reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     return str(found["reason"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "old", "new", "diagnosis"),
     [
@@ -55,6 +56,7 @@ def test_global_memory_is_watched(
     assert diagnosis in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "old", "new"),
     [

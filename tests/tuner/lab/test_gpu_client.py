@@ -85,6 +85,7 @@ def test_a_kernel_that_does_not_fill_its_outputs_has_no_time(worker: Worker, fau
     assert error.value.candidate == PRESETS["v2"].id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"), [("SEGFAULT", "its process died of SIGSEGV"), ("ABORTS", "its process died of SIGABRT")]
 )
@@ -98,6 +99,7 @@ def test_a_crash_costs_one_candidate(worker: Worker, fault: str, reason: str) ->
     assert worker.verify(PROBLEM, variant()).passed
 
 
+@pytest.mark.slow
 def test_a_hang_costs_one_candidate() -> None:
     with Worker("cpu", limit_s=20) as worker:
         assert worker.verify(PROBLEM, variant()).passed
@@ -171,6 +173,7 @@ def test_the_child_dies_with_its_parent(parent: tuple[subprocess.Popen[str], psu
     child.wait(10)
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_parents_to_handle(parent: tuple[subprocess.Popen[str], psutil.Process]) -> None:
     process, child = parent
     os.killpg(process.pid, signal.SIGINT)

@@ -88,6 +88,7 @@ def trials(database: Path) -> list[optuna.trial.FrozenTrial]:
 # What is proposed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_only_valid_configurations_and_each_once(database: Path, sampler: str) -> None:
     bench = FakeBench()
@@ -97,6 +98,7 @@ def test_only_valid_configurations_and_each_once(database: Path, sampler: str) -
     assert result.counts.decided == result.counts.measured == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_presets_are_tried_first(database: Path, sampler: str) -> None:
     presets = valid_presets(PROBLEM, H200)
@@ -110,6 +112,7 @@ def presets_and(trials: int) -> int:
     return len(valid_presets(PROBLEM, H200)) + trials
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_what_won_another_size_is_tried_next(database: Path, sampler: str) -> None:
     slow = set(PRESETS.values())
@@ -766,6 +769,7 @@ def test_the_time_limit_ends_a_search_with_a_race(database: Path, monkeypatch: p
     assert any("the time is up" in note for note in result.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_what_was_measured(database: Path, number: signal.Signals) -> None:
     process = start_slow_search(database)
@@ -791,6 +795,7 @@ def test_an_interrupt_keeps_what_was_measured(database: Path, number: signal.Sig
     assert not winner.partial
 
 
+@pytest.mark.slow
 def test_a_kill_loses_the_running_trial_at_most(database: Path) -> None:
     process = start_slow_search(database)
     decided = wait_until_decided(process, 4)

@@ -69,14 +69,14 @@ def select_variants(*conditions: Condition) -> sa.Executable:
     )
 
 
-def select_rejected(*conditions: Condition) -> sa.Executable:
-    """For `rejected_variant`: verdicts that were no pass, oldest first."""
+def select_verdicts(*conditions: Condition) -> sa.Executable:
+    """For `judged_variant`: variants with their verdicts, oldest first."""
     return (
         sa.select(VariantRow, ConfigurationRow, VerificationRow)
         .join(ConfigurationRow, ConfigurationRow.id == VariantRow.configuration_id)
         .join(VerificationRow, VerificationRow.variant_id == VariantRow.id)
         .join(ProblemRow, ProblemRow.id == VerificationRow.problem_id)
-        .where(*conditions, sa.not_(VerificationRow.passed))
+        .where(*conditions)
         .order_by(VerificationRow.id)
     )
 
@@ -247,7 +247,7 @@ def _unnamed(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
-def rejected_variant(
+def judged_variant(
     variant: VariantRow, configuration: ConfigurationRow, verification: VerificationRow
 ) -> tuple[VariantRecord, VerificationRecord]:
     return variant_record(variant, configuration), _verification(verification)

@@ -189,6 +189,16 @@ class Store:
         ]
         return next(iter(self._read(rows.select_variants(*conditions), rows.variant_record)), None)
 
+    def variants(self, problem: Problem, arch: str) -> list[VariantRecord]:
+        """What was compiled for a target of kernels that compute a problem, failures included; oldest first."""
+        conditions = rows.equal(VariantRow, **rows.kind_of(problem), arch=arch)
+        return self._read(rows.select_variants(*conditions), rows.variant_record)
+
+    def verdicts(self, problem: Problem, arch: str) -> list[tuple[VariantRecord, VerificationRecord]]:
+        """What was verified at a problem of a target's variants, with each verdict; oldest first."""
+        conditions = [*rows.equal(ProblemRow, **rows.identity_of(problem)), *rows.equal(VariantRow, arch=arch)]
+        return self._read(rows.select_verdicts(*conditions), rows.judged_variant)
+
     def record_verification(self, problem: Problem, variant_id: int, verification: VerificationRecord) -> int:
         """Stores a verdict. One that is no pass ends the variant's wins at this problem.
 
@@ -408,7 +418,9 @@ class Store:
             problem=problem,
             winners=tuple(self._read(rows.select_winners(*this), rows.winner_record)),
             measurements=tuple(self.measurements(problem)),
-            rejected=tuple(self._read(rows.select_rejected(*this), rows.rejected_variant)),
+            rejected=tuple(
+                self._read(rows.select_verdicts(*this, sa.not_(VerificationRow.passed)), rows.judged_variant)
+            ),
             failures=tuple(self._read(rows.select_variants(*failed), rows.variant_record)),
         )
 

@@ -21,7 +21,7 @@ from bwdtune.runtime.kernel import Kernel
 from bwdtune.runtime.verification.verifier import Verifier
 from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.lab.timing import SEARCH_POLICY
-from bwdtune.tuner.search.candidates import EMULATED_SPILL_BOUND_BYTES
+from bwdtune.tuner.search.gates import EMULATED_SPILL_BOUND_BYTES
 from bwdtune.tuner.search.tensor_activity import tensor_activity
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...db.records import Environment
-from ...gen.build.jobs import Variant, job_limit
+from ...gen.build.jobs import CompiledResources, Variant, job_limit
 from ...gen.device import Device
 from ...gen.emulation import EMULATED_CARDS, emulation
 from ...gen.families import Config, preset_name
@@ -22,6 +22,7 @@ from ...gen.render import Source, render
 from ...gen.space import refusals, valid_configs
 from ..interrupts import Interrupts
 from .compilers import Compilers
+from .gates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
 from .options import SearchOptions
 from .patience import Patience
 from .progress import PhaseClock, Progress, Status
@@ -31,15 +32,6 @@ from .rows import Row
 
 if TYPE_CHECKING:
     from ...db.store import Store
-
-SPILL_BOUND_BYTES = 32
-"""Spill stores and loads that the compiler gate lets pass: four registers, stored and loaded once. ptxas puts so few
-outside the main loop, where their cost cannot be measured; more of them lie in it and are paid for with every tile."""
-
-EMULATED_SPILL_BOUND_BYTES = 128
-"""The same of an emulated build, whose dummy mma take eight registers that the kernel itself does not need: a few of a
-kernel that uses all of them are then spilled, and take a hundredth of a slowed tile's time at most. The kernel itself
-may not spill."""
 
 LOOK_AHEAD = 8
 """Candidates that are proposed and not yet decided: what is chosen later is chosen knowing more. On an H200's 16 cores
@@ -250,9 +242,9 @@ class CandidateSearch(ABC):
         self.notes.append(text)
         self._progress.notice(text)
 
-    def row(self, kernel: str, config: Config, variant: Variant | None = None, note: str = "") -> Row:
+    def row(self, kernel: str, config: Config, compiled: CompiledResources | None = None, note: str = "") -> Row:
         """A row with a configuration's resources and no time."""
-        compiled, needs = variant.resources if variant else None, config.estimate(self.problem)
+        needs = config.estimate(self.problem)
         row = Row(
             kernel=kernel,
             config=config,

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...db.errors import InvalidRecord
 from ...db.records import NO_FUSED_BACKWARD
-from ...gen.build.jobs import Variant
+from ...gen.build.jobs import CompiledResources, Variant
 from ...gen.families import PRESETS, Config, short_form
 from ...gen.space import refusal
 from ..lab.gate import verify_fully
@@ -177,7 +177,7 @@ class FinalRace:
             try:
                 racers.append(self._enter(names[config], config, compiled))
             except CandidateError as error:
-                rows.append(search.row(names[config], config, compiled.variant, str(error)))
+                rows.append(search.row(names[config], config, _resources(compiled.variant), str(error)))
         return racers, rows
 
     def _enter(self, name: str, config: Config, compiled: Compiled) -> _Racer:
@@ -200,7 +200,7 @@ class FinalRace:
             verification_id = self._store.record_verification(variant_id, verdict)
         if not verdicts[-1].passed:
             raise CandidateError(f"wrong: {verdicts[-1].reason}")
-        row = replace(self._search.row(name, config, compiled.variant), max_error=verdicts[-1].max_error)
+        row = replace(self._search.row(name, config, compiled.variant.resources), max_error=verdicts[-1].max_error)
         return _Racer(row, compiled.variant, variant_id, verification_id, self._may_win(compiled.limits_variant))
 
     def _may_win(self, limits_variant: Variant | None) -> bool:
@@ -230,6 +230,10 @@ def _beside_default(winner: Row, timings: Timings) -> str:
     if ratio > 1:
         return f"the winner is {ratio:.2f} times as fast as {name}"
     return f"{name}, is {1 / ratio:.2f} times as fast as the winner: the problem stays PyTorch's"
+
+
+def _resources(variant: Variant | None) -> CompiledResources | None:
+    return variant.resources if variant else None
 
 
 def _complexity(config: Config) -> int:

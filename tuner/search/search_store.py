@@ -17,14 +17,15 @@ from ...db.records import (
     Winner,
 )
 from ...db.shipped import Shipped, read_shipped
-from ...gen.build.jobs import Variant
-from ...gen.device import alike
+from ...gen.build.jobs import CompiledResources, Variant
+from ...gen.device import HOST_ARCH, alike
 from ...gen.emulation import EMULATED_CARDS
-from ...gen.families import Config
+from ...gen.families import Config, preset_name
 from ...gen.problem import Problem, distance
 from ...gen.render import Source, render, template_hash
 from ..lab.peers import DEFAULT
 from ..lab.timing import SEARCH_POLICY, Policy, Timings
+from .gates import SPILL_BOUND_BYTES
 from .options import SearchOptions
 from .patience import Patience
 
@@ -72,6 +73,33 @@ class VariantStore:
     def record_verification(self, variant_id: int, verification: VerificationRecord) -> int:
         """Stores the third gate's verdict; returns its id."""
         return self._patience(lambda: self._store.record_verification(self._problem, variant_id, verification))
+
+    def surveyed(self, arch: str, *, verified: bool) -> Iterator[tuple[Config, CompiledResources, float | None]]:
+        """What passed every gate of an earlier survey, with this version's templates.
+
+        Args:
+            arch: The target that it was compiled for.
+            verified: Whether the CPU's verdict is one of the gates.
+
+        Yields:
+            The configuration, what ptxas said of it, and its error where it was verified.
+        """
+        verdicts = {
+            variant.config: verdict
+            for variant, verdict in self._patience(lambda: self._store.verdicts(self._problem, HOST_ARCH))
+            if variant.template_hash == template_hash(variant.config.family)
+        }
+        for variant in self._patience(lambda: self._store.variants(self._problem, arch)):
+            verdict, spills = verdicts.get(variant.config), variant.spill_bytes
+            passed = verdict.passed if verdict else not verified
+            todays = variant.template_hash == template_hash(variant.config.family)
+            if variant.status != "ok" or not (passed and todays) or variant.registers is None or spills is None:
+                continue
+            if spills > SPILL_BOUND_BYTES and preset_name(variant.config) is None:
+                continue
+            # Of static shared memory nothing is stored: a kernel has little.
+            found = CompiledResources(variant.registers, spills, variant.stack_bytes or 0, 0, 0)
+            yield variant.config, found, verdict.max_error if verdict else None
 
 
 class SearchStore(VariantStore):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...db.errors import DatabaseError
 from ...db.records import VerificationRecord
-from ...gen.build.jobs import Variant
+from ...gen.build.jobs import CompiledResources, Variant
 from ...gen.build.toolchain import ToolchainError
 from ...gen.device import HOST_ARCH, Device
 from ...gen.families import PRESETS, Config, preset_name
@@ -53,6 +53,7 @@ class Survey(CandidateSearch):
         try:
             with self.interruptible():
                 proposals = self._proposals()
+                self._go_on(proposals)
             self.try_candidates(proposals)
         except KeyboardInterrupt:
             status = "partial"
@@ -72,6 +73,16 @@ class Survey(CandidateSearch):
         first = (*presets, *ranked(self.problem, self.configs, self.device, emulate=self.options.emulate))
         self.notes.append("candidates were proposed in the order of their predicted times, presets first")
         return Proposals(self.configs, sampler="exhaustive", seed=self.seed, first=first)
+
+    def _go_on(self, proposals: Proposals) -> None:
+        """Lists what earlier surveys let pass, and has none of it proposed again."""
+        if self.options.within:
+            return  # what the other card's compiler said of it is not asked for here
+        for config, compiled, max_error in self._store.surveyed(self.device.arch, verified=self._bench is not None):
+            if not proposals.learn(config, Outcome("unmeasured")):
+                continue
+            self.counts.earlier += 1
+            self._survivors.append(replace(self._predicted(config, compiled), max_error=max_error))
 
     def _what_passed(self) -> str:
         counts = self.counts
@@ -102,7 +113,7 @@ class Survey(CandidateSearch):
             self._store.record_variant(variant)
         if compiled.refused:
             return compiled.refused
-        row = self._predicted(candidate.config, compiled.variant)
+        row = self._predicted(candidate.config, compiled.variant.resources if compiled.variant else None)
         host_variant = compiled.host_variant
         if host_variant and not host_variant.library:
             row, host_variant = replace(row, note=f"not verified: {HOST_ARCH}: {host_variant.error}"), None
@@ -140,10 +151,9 @@ class Survey(CandidateSearch):
         self._store.record_verification(variant_id, verification)
         return verification
 
-    def _predicted(self, config: Config, variant: Variant | None) -> Row:
-        resources = variant.resources if variant else None
+    def _predicted(self, config: Config, resources: CompiledResources | None) -> Row:
         found = predict(self.problem, config, self.device, resources, emulate=self.options.emulate)
-        row = self.row(preset_name(config) or "candidate", config, variant)
+        row = self.row(preset_name(config) or "candidate", config, resources)
         return replace(row, predicted_ms=None if self.options.emulate else found.ms, predicted_cycles=found.cycles)
 
 

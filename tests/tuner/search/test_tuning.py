@@ -54,8 +54,9 @@ from bwdtune.tuner.lab.peers import PEERS
 from bwdtune.tuner.lab.protocol import CandidateError, Fault, WorkerError
 from bwdtune.tuner.lab.timing import SEARCH_POLICY, Timing, Timings, TimingStyle
 from bwdtune.tuner.search import candidates, progress, proposals
-from bwdtune.tuner.search.candidates import EMULATED_SPILL_BOUND_BYTES, LOOK_AHEAD, SPILL_BOUND_BYTES
+from bwdtune.tuner.search.candidates import LOOK_AHEAD
 from bwdtune.tuner.search.cost_model import ranked
+from bwdtune.tuner.search.gates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
 from bwdtune.tuner.search.options import SAMPLERS, SearchOptions
 from bwdtune.tuner.search.progress import progress_for
 from bwdtune.tuner.search.result import SearchResult
@@ -999,11 +1000,18 @@ def test_a_survey_proposes_by_predicted_times(database: Path) -> None:
 
 
 @pytest.mark.parametrize("measured", [False, True], ids=["not verified", "verified"])
-def test_a_survey_lists_the_same_again(database: Path, measured: bool) -> None:
-    options = {"device": RTX_5090, "measured": False, "trials": 10, "bench": FakeBench() if measured else None}
-    first, second = (run_search(database, **options).rows for _ in range(2))
-    assert first == second
-    assert all((row.max_error is None) != measured for row in first)
+def test_a_survey_goes_on_where_the_last_one_ended(database: Path, measured: bool) -> None:
+    builders, results = (FakeBuilder(), FakeBuilder()), []
+    for builder in builders:
+        bench = FakeBench() if measured else None
+        options = {"device": RTX_5090, "measured": False, "trials": 10, "bench": bench, "builder": builder}
+        results.append(run_search(database, **options))
+    first, second = results
+    assert (first.counts.earlier, second.counts.earlier, second.counts.decided) == (0, 10, 10)
+    assert {row.config: row for row in first.rows}.items() <= {row.config: row for row in second.rows}.items()
+    assert len(second.rows) == 20
+    assert not {config for config, _ in builders[0].compiled} & {config for config, _ in builders[1].compiled}
+    assert all((row.max_error is None) != measured for row in second.rows)
 
 
 def test_an_interrupted_survey_lists_what_has_passed(database: Path) -> None:

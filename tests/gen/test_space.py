@@ -54,6 +54,7 @@ def valid_set(problem: Problem, device: Device) -> frozenset[Config]:
     return frozenset(valid_configs(problem, device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_points_of_the_space(preset: str) -> None:
     problem = dataclasses.replace(SEED, head_dim=64) if preset == "w128" else SEED

@@ -91,6 +91,7 @@ def test_without_a_kernel(ours: Kernels, mask: str) -> None:
     assert ours.fallbacks == {"nothing is stored": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_code_runs_our_kernel(ours: Kernels, mask: str, dynamic: bool | None) -> None:

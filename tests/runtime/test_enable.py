@@ -33,6 +33,7 @@ def _cpu_stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     bwdtune.disable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS_IN)
 def test_every_way_in_runs_our_kernel(kernels: Kernels, way: str) -> None:
     plain = eager(*leaves(2, 2, 2, 33, 33))
@@ -206,6 +207,7 @@ def test_registry_of_pytorch(kernels: Kernels) -> None:
     assert kernels.launches == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_printed() -> None:
     """PyTorch's dispatcher warns of an implementation that is registered twice."""
     program = (

@@ -45,6 +45,7 @@ def test_it_is_built_once(fake_compiler: Path, tmp_path: Path) -> None:
     assert not list((cache / "work").iterdir())
 
 
+@pytest.mark.slow
 def test_processes_build_it_once(fake_compiler: Path, tmp_path: Path) -> None:
     program = "import sys\nfrom pathlib import Path\nfrom bwdtune.runtime.operator import build\n"
     program += "build.library(Path(sys.argv[1]))\n"

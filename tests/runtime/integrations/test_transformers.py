@@ -151,6 +151,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "batch"), CASES)
 def test_kernels_of_ours(problems: list[Problem], name: str, batch: str) -> None:
     """bf16, with kernels: gradients as near to fp32's as PyTorch's are."""

@@ -401,7 +401,7 @@ SPLIT_MUTATIONS: dict[str, tuple[str, str]] = {
         "query_head / (arguments.heads_q / arguments.heads_kv)",
         "query_head % arguments.heads_kv",
     ),
-    "dV's sum is not cleared": ("  float delta = 0.0f;", "  if (of.gradient == 2) return;\n  float delta = 0.0f;"),
+    "dV's sum is not cleared": ("  float delta = 0.0f;", "  if (gradient == 2) return;\n  float delta = 0.0f;"),
     "dV is dK's sum": ("key_rows(a.dv, main.dv_accumulator", "key_rows(a.dv, main.dk_accumulator"),
     "dV with dK's scale": ("main.dv_accumulator, 1.0f)", "main.dv_accumulator, a.scale)"),
     "the sums of one key head for all": (

@@ -33,8 +33,8 @@ from bwdtune.gen.space import refusal
 from bwdtune.runtime.gpu import current_device, environment, gpu_key
 from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.search.options import SearchOptions
-from bwdtune.tuner.search.report import progress_for
-from bwdtune.tuner.search.tuning import search
+from bwdtune.tuner.search.progress import progress_for
+from bwdtune.tuner.search.search import search
 
 GRID = Path(__file__).with_name("grid.txt")
 

@@ -17,7 +17,21 @@ import typer
 
 from .. import __version__
 from ..gen.errors import BwdtuneError
-from .commands import bench, carry, export, inspect, list, prebuild, profile, roofline, search, ship, show, verify
+from .commands import (
+    bench,
+    carry,
+    export,
+    inspect,
+    list,
+    prebuild,
+    profile,
+    replay,
+    roofline,
+    search,
+    ship,
+    show,
+    verify,
+)
 from .commands.output import complain, print_error
 
 # typer has used click, and holds a copy of it since: its public exceptions lead to the base class of either.
@@ -49,7 +63,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _module in (search, list, show, bench, verify, inspect, profile, roofline, export, prebuild, ship, carry):
+for _module in (search, list, show, bench, verify, inspect, profile, roofline, export, prebuild, replay, ship, carry):
     app.command(_module.__name__.rpartition(".")[2])(_interruptible(_module.command))
 
 

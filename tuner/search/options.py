@@ -32,7 +32,7 @@ class SearchOptions:
         UsageError: One of them is impossible.
     """
 
-    sampler: str = "tpe"
+    sampler: str = "learned"
     seed: int | None = None
     trials: int = DEFAULT_TRIALS
     time_s: float | None = None

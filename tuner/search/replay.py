@@ -87,7 +87,13 @@ class ModelQuality:
 
 
 def replay(
-    sweep: Sweep, sampler: str, *, candidates: int, seeds: Sequence[int], withheld: Sequence[Config] = ()
+    sweep: Sweep,
+    sampler: str,
+    *,
+    candidates: int,
+    seeds: Sequence[int],
+    withheld: Sequence[Config] = (),
+    first: Sequence[Config] = (),
 ) -> Replay:
     """Runs a sampler's searches over a sweep's configurations.
 
@@ -97,6 +103,7 @@ def replay(
         candidates: Candidates that each search decides.
         seeds: One search each.
         withheld: Configurations that are taken out of the sweep first, such as presets.
+        first: Configurations that each search tries before its sampler chooses.
 
     Raises:
         UsageError: Nothing that was timed is left.
@@ -110,7 +117,7 @@ def replay(
     gaps = []
     learner = Learner(sweep.problem, configs, sweep.device) if sampler == "learned" else None
     for seed in seeds:
-        proposals = Proposals(configs, sampler=sampler, seed=seed, learner=learner)
+        proposals = Proposals(configs, sampler=sampler, seed=seed, first=first, learner=learner)
         random = np.random.default_rng(seed)
         seen = {config: cost * math.exp(random.normal(0, NOISE)) for config, cost in costs.items()}
         decided = _decided(proposals, seen, min(candidates, len(configs)))

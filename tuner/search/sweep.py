@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from ...gen.errors import BwdtuneError, UsageError
 from ...gen.families import Config, config_from_dict
 from ...gen.problem import Problem
 from .cost_model import predict
+
+if TYPE_CHECKING:
+    from ...db.records import ProblemHistory
 
 _FORMAT = 1
 _STRATA = 10
@@ -97,6 +100,29 @@ class Sweep:
         }
         lines = ",\n".join(json.dumps(_to_dict(row)) for row in self.rows)
         path.write_text(json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def sweep_of(history: ProblemHistory) -> Sweep:
+    """What a database has measured of a problem, on the card that it knows most of it from.
+
+    Raises:
+        UsageError: Nothing is measured.
+    """
+    by_arch: dict[str, list[SweepRow]] = {}
+    for one in history.measurements:
+        if one.record.median_ms is not None:
+            variant = one.variant
+            row = SweepRow(variant.config, variant.registers, variant.spill_bytes, one.record.median_ms)
+            by_arch.setdefault(variant.arch, []).append(row)
+    if not by_arch:
+        raise UsageError(f"nothing is measured of {history.problem.label} there: run `tuner search` first")
+    arch = max(by_arch, key=lambda arch: len(by_arch[arch]))
+    failed = [
+        SweepRow(one.config, one.registers, one.spill_bytes, reason=one.error or one.status)
+        for one in history.failures
+        if one.arch == arch
+    ]
+    return Sweep(history.problem, device_for_arch(arch), merged([*failed, *by_arch[arch]]))
 
 
 def stratified(problem: Problem, configs: Sequence[Config], device: Device, count: int, seed: int) -> list[Config]:

@@ -118,3 +118,8 @@ def test_recorded_sweeps(path: Path) -> None:
     random = replay(recorded, "random", candidates=30, seeds=SEEDS, withheld=presets)
     assert learned.median_gap <= 0.01
     assert learned.median_gap <= random.median_gap / 2
+
+
+def test_head_starts_come_first(sweep: Sweep) -> None:
+    best = min(sweep.timed, key=lambda row: row.cost or math.inf)
+    assert replay(sweep, "random", candidates=1, seeds=[1], first=[best.config]).gaps == (0.0,)

@@ -69,7 +69,7 @@ def main() -> int:
                 "command": " ".join(["python", *sys.argv]),
             }
             output.parent.mkdir(parents=True, exist_ok=True)
-            Sweep(problem, space, tuple(rows), provenance).write(output)
+            Sweep(problem, device, tuple(rows), provenance).write(output)
             print(f"{output}: {len(rows)} configurations, {sum(row.ms is not None for row in rows)} of them timed")
     return 0
 

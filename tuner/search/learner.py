@@ -57,7 +57,7 @@ class Learner:
     Args:
         problem: What is computed.
         configs: The valid configurations.
-        device: The card, or the one whose limits they keep to.
+        device: The card that runs them.
         seed: Of the draw of the pool.
         emulate: The card whose pace is kept to: see `cost_model.predict`.
         elsewhere: What other problems and cards have shown.
@@ -159,7 +159,8 @@ class Learner:
             fuller = GaussianProcessRegressor(_kernel(), alpha=all_noise**2, optimizer=None)
             fuller.fit(np.array([*rows, *ahead]), believed)
             _, deviation = fuller.predict(wanted, return_std=True)
-        return mean, deviation
+        # Of a single row scikit-learn's unfitted process makes a scalar.
+        return np.atleast_1d(mean), np.atleast_1d(deviation)
 
     def _chance_to_compile(
         self, shortlist: NDArray[np.int64], measured: Mapping[int, float], refused: Sequence[int]

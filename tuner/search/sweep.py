@@ -55,7 +55,7 @@ class Sweep:
 
     Attributes:
         problem: What was computed.
-        device: The card whose limits the configurations keep to.
+        device: The card that they were timed on.
         rows: The configurations.
         provenance: How it was made: GPU, driver, toolkit, torch, date, command line.
     """

@@ -112,7 +112,7 @@ class Tuning(CandidateSearch):
     def _proposals(self, first: Sequence[Config]) -> Proposals:
         options, learner = self.options, None
         if options.sampler == "learned":
-            learner = Learner(self.problem, self.configs, self.space_device, seed=self.seed, emulate=options.emulate)
+            learner = Learner(self.problem, self.configs, self.device, seed=self.seed, emulate=options.emulate)
         return Proposals(self.configs, sampler=options.sampler, seed=self.seed, first=first, learner=learner)
 
     def _head_starts(self) -> list[Config]:

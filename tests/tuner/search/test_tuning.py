@@ -55,7 +55,7 @@ from bwdtune.tuner.lab.protocol import CandidateError, Fault, WorkerError
 from bwdtune.tuner.lab.timing import SEARCH_POLICY, Timing, Timings, TimingStyle
 from bwdtune.tuner.search import candidates, progress, proposals
 from bwdtune.tuner.search.candidates import LOOK_AHEAD
-from bwdtune.tuner.search.cost_model import ranked
+from bwdtune.tuner.search.cost_model import predict, ranked
 from bwdtune.tuner.search.gates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
 from bwdtune.tuner.search.options import SAMPLERS, SearchOptions
 from bwdtune.tuner.search.progress import progress_for
@@ -320,6 +320,22 @@ def test_every_trial_is_ended_and_names_its_configuration(database: Path) -> Non
         assert failed == (parameter(parse_config(trial.user_attrs["config"]), "stages") == 1)
         assert bool(trial.user_attrs["reason"]) == failed
         assert (trial.values is None) == failed
+
+
+@pytest.mark.parametrize("emulate", [None, "sm_120"])
+def test_the_learned_sampler_finds_more_than_the_presets(database: Path, emulate: str | None) -> None:
+    """Times that follow the cost model but for one parameter, which no preset of the fastest family has at its best."""
+
+    def bonus(config: Config) -> float:
+        return 0.8 if config.family == "wgmma" and config.l2_head_group == 4 else 1.0
+
+    bench = FakeBench(cost=lambda config: predict(PROBLEM, config, H200).ms * bonus(config))
+    result = run_search(database, sampler="learned", trials=40, bench=bench, emulate=emulate)
+    assert result.counts.decided == 40
+    assert result.sampler == "learned"
+    if emulate is None:
+        assert result.winner
+        assert result.winner.config not in PRESETS.values()
 
 
 def test_a_wrong_but_fast_candidate_never_wins(database: Path) -> None:

@@ -111,7 +111,7 @@ def test_chance_beats_no_right_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.passed, record.reason
     errors = record.errors[unlucky.name]
     assert errors["dk"] < 1.6 * errors["torch_dk"]
-    monkeypatch.setattr("bwdtune.tuner.lab.verification._NEAR", 0.0)
+    monkeypatch.setattr("bwdtune.runtime.verification.verifier._NEAR", 0.0)
     assert "the relative error of dk" in VERIFIER.verify_on([unlucky], kernel).reason
 
 
@@ -155,7 +155,7 @@ def test_the_reference_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     case = Case(Problem("bf16", 1, 2, 1, 50, 30, 32, True), "normal")
     made = make_inputs(case, torch.device("cpu"))
     whole = head_reference(case, made, 0, 0)
-    monkeypatch.setattr("bwdtune.tuner.lab.verification._CHUNK_ELEMENTS", 30 * 7)
+    monkeypatch.setattr("bwdtune.runtime.verification.reference._CHUNK_ELEMENTS", 30 * 7)
     blocks = head_reference(case, made, 0, 0)
     for a, b in zip((*whole.gradients, *whole.terms), (*blocks.gradients, *blocks.terms), strict=True):
         assert torch.allclose(a, b, rtol=1e-12)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,23 +31,7 @@ _PARAMETER_EFFECT = 0.05
 _INTERACTION = 0.08
 _FAMILY_OFFSET = 0.10
 _NOISE = 0.012
-_ELSEWHERE_NOISE = 0.05  # of what was measured for another problem or on another card
 _INTERACTION_RANGE = 1.7  # configurations whose parameters differ in 2 x 1.7^2 places have little in common
-
-
-@dataclass(frozen=True)
-class Experience:
-    """An outcome to learn from.
-
-    Attributes:
-        config: What was tried.
-        log_residual: The logarithm of measured over predicted; None where the compiler gate refused it.
-        here: Whether it was measured in this very search's problem and card; else it says less.
-    """
-
-    config: Config
-    log_residual: float | None
-    here: bool = True
 
 
 class Learner:
@@ -60,7 +43,6 @@ class Learner:
         device: The card that runs them.
         seed: Of the draw of the pool.
         emulate: The card whose pace is kept to: see `cost_model.predict`.
-        elsewhere: What other problems and cards have shown.
     """
 
     def __init__(
@@ -71,12 +53,10 @@ class Learner:
         *,
         seed: int | None = None,
         emulate: str | None = None,
-        elsewhere: Sequence[Experience] = (),
     ) -> None:
         self._problem, self._device, self._emulate = problem, device, emulate
         self._configs = configs
         self._features, self._with_resources = _Features(problem), _Features(problem, resources=True)
-        self._elsewhere = elsewhere
         self._prior: dict[int, float] = {}
         drawn = np.arange(len(configs))
         if len(configs) > POOL:
@@ -106,12 +86,9 @@ class Learner:
         known = np.array(list(measured), dtype=np.int64)
         offsets = np.log([measured[index] for index in known]) - [self.predicted(index) for index in known]
         shift = float(np.median(offsets)) if len(known) else 0.0
-        elsewhere = [one for one in self._elsewhere if one.log_residual is not None]
-        rows = self._features.matrix([*(self._configs[index] for index in known), *(one.config for one in elsewhere)])
-        residuals = np.array([*(offsets - shift), *(one.log_residual or 0.0 for one in elsewhere)])
-        noise = np.array([_NOISE] * len(known) + [_ELSEWHERE_NOISE] * len(elsewhere))
+        rows, residuals = self._matrix(known), offsets - shift
         shortlist = self._shortlist(pool, prior, rows, residuals)
-        mean, deviation = self._judge(shortlist, rows, residuals, noise, pending)
+        mean, deviation = self._judge(shortlist, rows, residuals, pending)
         mean += np.array([self.predicted(index) for index in shortlist]) + shift
         if measured:
             worth = _expected_improvement(mean, deviation, math.log(min(measured.values())))
@@ -139,7 +116,6 @@ class Learner:
         shortlist: NDArray[np.int64],
         rows: Floats,
         residuals: Floats,
-        noise: Floats,
         pending: Sequence[int],
     ) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the residual.
@@ -149,14 +125,13 @@ class Learner:
         from sklearn.gaussian_process import GaussianProcessRegressor
 
         wanted, ahead = self._matrix(shortlist), self._matrix(np.array(pending, dtype=np.int64))
-        process = GaussianProcessRegressor(_kernel(), alpha=noise**2 if len(noise) else _NOISE**2, optimizer=None)
+        process = GaussianProcessRegressor(_kernel(), alpha=_NOISE**2, optimizer=None)
         if len(rows):
             process.fit(rows, residuals)
         mean, deviation = process.predict(wanted, return_std=True)
         if len(ahead):
             believed = np.concatenate([residuals, np.atleast_1d(process.predict(ahead))])
-            all_noise = np.concatenate([noise, np.full(len(ahead), _NOISE)])
-            fuller = GaussianProcessRegressor(_kernel(), alpha=all_noise**2, optimizer=None)
+            fuller = GaussianProcessRegressor(_kernel(), alpha=_NOISE**2, optimizer=None)
             fuller.fit(np.array([*rows, *ahead]), believed)
             _, deviation = fuller.predict(wanted, return_std=True)
         # Of a single row scikit-learn's unfitted process makes a scalar.
@@ -166,9 +141,7 @@ class Learner:
         self, shortlist: NDArray[np.int64], measured: Mapping[int, float], refused: Sequence[int]
     ) -> Floats:
         lost = [self._configs[index] for index in refused]
-        lost += [one.config for one in self._elsewhere if one.log_residual is None]
         passed = [self._configs[index] for index in measured]
-        passed += [one.config for one in self._elsewhere if one.log_residual is not None]
         if not lost or not passed:
             return np.ones(len(shortlist))
         asked = [self._configs[index] for index in shortlist]

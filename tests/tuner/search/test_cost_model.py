@@ -31,7 +31,7 @@ def tells_of_the_model(results: Path) -> bool:
     """Whether kernels of ours can be compared in it, by what the model knows: it knows nothing of waiting for turns."""
     data = json.loads(results.read_text())
     rows = data.get("rows", ())  # of `tuner bench`; other measurements are no races of kernels
-    return len({row["config"] for row in rows if row["config"]}) > 1 and not data["deterministic"]
+    return len({row["config"] for row in rows if row.get("config")}) > 1 and not data["deterministic"]
 
 
 RESULTS = [path for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")) if tells_of_the_model(path)]

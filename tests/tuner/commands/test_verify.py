@@ -41,8 +41,8 @@ def reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         ),
         (
             "t64",
-            "delta += a.x * b.x + a.y * b.y;",
-            "delta += a.x * b.x + a.y * b.y; ptx::store_global(const_cast<uint16_t*>(o), *o);",
+            "delta = multiply_8_columns(o_pairs, dout_pairs);",
+            "delta = multiply_8_columns(o_pairs, dout_pairs); ptx::store_global(const_cast<uint16_t*>(o), *o);",
             "the buffer is not to be written (offset 0 of the nearest, o, which has",
         ),
     ],
@@ -60,7 +60,7 @@ def test_global_memory_is_watched(
 @pytest.mark.parametrize(
     ("preset", "old", "new"),
     [
-        ("v3", "return min(row + high, seqlen_kv - 1)", "return row + high"),
+        ("v3", "return min(row + mask.high, seqlen_kv - 1)", "return row + mask.high"),
         ("w64", "key >= arguments.seqlen_kv ? INT_MAX : ", ""),
     ],
 )

@@ -58,10 +58,9 @@ def command(
     if shape is not None:
         problem = problem_of(shape)
         named[problem.label] = _stored(problem, database)
+    options: dict[str, Any] = {"withheld" if without_head_start else "first": _head_start()}
     rows = []
     for name, sweep in named.items():
-        known = _head_start()
-        options: dict[str, Any] = {"withheld" if without_head_start else "first": known}
         found = [
             replay(sweep, each, candidates=candidates, seeds=range(seeds), **options)
             for each in dict.fromkeys((sampler, "random"))

@@ -395,14 +395,15 @@ class _ValidSampler(BaseSampler):
         best = min(measured, key=measured.__getitem__, default=-1)
         if best not in (self._best, -1):
             self._best = best
-            learner.add_neighbours(best, self._neighbours(best))
+            learner.add_neighbours(best, list(map(int, np.flatnonzero(self._differ_in_one(self._positions[best])))))
         return learner.choose(self.untried.keys(), measured, refused, pending)
 
-    def _neighbours(self, index: int) -> list[int]:
-        """What differs in one parameter from a configuration."""
-        differs = self._positions != self._positions[index]
+    def _differ_in_one(self, positions: np.ndarray) -> np.ndarray:
+        """Of each configuration whether it differs from these positions in one parameter, within the family."""
+        differs = self._positions != positions
         same_family = ~differs[:, list(_choices()).index("family")]
-        return list(map(int, np.flatnonzero(same_family & (differs.sum(axis=1) == 1))))
+        found: np.ndarray = same_family & (differs.sum(axis=1) == 1)
+        return found
 
     def _neighbours_of_a_best(self, study: optuna.Study, untried: np.ndarray) -> np.ndarray:
         """At every second call, what differs in one parameter from the best of a group; else nothing."""
@@ -417,9 +418,7 @@ class _ValidSampler(BaseSampler):
         if not bests:
             return untried[:0]
         _, best = bests[sorted(bests)[turn // 2 % len(bests)]]
-        differs = self._positions[untried] != np.array(_positions(best.params))
-        same_family = ~differs[:, list(_choices()).index("family")]
-        return untried[same_family & (differs.sum(axis=1) == 1)]
+        return untried[self._differ_in_one(np.array(_positions(best.params)))[untried]]
 
 
 def _make_tpe(seed: int | None) -> TPESampler:

@@ -17,6 +17,7 @@ from .candidates import LOOK_AHEAD
 from .cost_model import predict
 from .learner import Learner, compile_chances
 from .proposals import Outcome, Proposals
+from .race import FINALISTS
 from .sweep import Sweep
 
 WITHIN = 0.01
@@ -24,9 +25,6 @@ WITHIN = 0.01
 
 NOISE = 0.005
 """Standard deviation of a timing, relative to the time: what a seed's search sees of the recorded costs."""
-
-FINALISTS = 4
-"""The best so many by what was seen are raced, which tells their real order."""
 
 _FOLDS = 5
 

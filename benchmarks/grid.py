@@ -1,10 +1,11 @@
 """Searches the problems of `grid.txt`, most used first, into a database for `tuner ship`.
 
     python benchmarks/grid.py --db grid.sqlite
-    tuner ship --db grid.sqlite
+    tuner ship --db grid.sqlite --add
 
-A problem that the database has a winner of is passed over, so the same command goes on where it ended. While the GPU
-measures one problem, the next ones' presets are compiled.
+A problem that the database has a winner of is passed over, so the same command goes on where it ended; with
+`--unshipped`, so is one that this version ships a winner of for the card. While the GPU measures one problem, the next
+ones' presets are compiled.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import typer
+
+from bwdtune.db.records import MEASURED
+from bwdtune.db.shipped import read_shipped
 from bwdtune.db.store import Store
 from bwdtune.gen.build.jobs import build
 from bwdtune.gen.build.limits import job_limit
@@ -27,10 +32,11 @@ from bwdtune.gen.build.toolchain import find_compiler
 from bwdtune.gen.device import Device
 from bwdtune.gen.errors import BwdtuneError
 from bwdtune.gen.families import PRESETS
-from bwdtune.gen.problem import BOTTOM_RIGHT, Problem
+from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.gen.space import refusal
 from bwdtune.runtime.gpu import current_device, environment, gpu_key
+from bwdtune.tuner.commands.options import for_problem
 from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.search.options import SearchOptions
 from bwdtune.tuner.search.progress import progress_for
@@ -45,6 +51,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600, help="begin no search later than this")
     parser.add_argument("--trials", type=int, default=14, help="candidates a search decides")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--unshipped", action="store_true", help="pass over what is shipped for this card, too")
     parser.add_argument("--results", type=Path, help="append each search's result to this file, a JSON object a line")
     parser.add_argument("--list", action="store_true", help="print the problems and end")
     options = parser.parse_args()
@@ -58,7 +65,10 @@ def main() -> int:
 
     console = Console(stderr=True, width=160)
     with closing(Store.open(options.db)) as store, Worker() as worker:
-        known = {winner.problem for winner in store.winners() if winner.environment.gpu == gpu_key(device)}
+        card = gpu_key(device)
+        known = {winner.problem for winner in store.winners() if winner.environment.gpu == card}
+        if options.unshipped:
+            known |= {row.problem for row in read_shipped() if row.gpu == card and row.kind == MEASURED}
         left = [problem for problem in problems if problem not in known]
         _prefetch(left, device)
         for number, problem in enumerate(left, 1):
@@ -94,26 +104,13 @@ def main() -> int:
 
 
 def problem_of(line: str) -> Problem:
-    """A line of the grid, written as the options of `tuner search` are."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("shape")
-    parser.add_argument("--dtype", default="bf16")
-    for flag in ("causal", "varlen", "deterministic", "softcap"):
-        parser.add_argument(f"--{flag}", action="store_true")
-    parser.add_argument("--window", type=lambda text: [int(limit) for limit in text.split(",")], default=[-1, -1])
-    parser.add_argument("--alignment", default="")
-    given = parser.parse_args(shlex.split(line, comments=True))
-    return Problem.parse(
-        given.shape,
-        dtype=given.dtype,
-        causal=given.causal,
-        window_left=given.window[0],
-        window_right=given.window[1],
-        bottom_right=given.alignment == BOTTOM_RIGHT,
-        varlen=given.varlen,
-        deterministic=given.deterministic,
-        softcap=given.softcap,
+    """A line of the grid: a shape, and options as of `tuner search`."""
+    app = typer.Typer()
+    app.command()(for_problem()(lambda problem: problem))
+    problem: Problem = typer.main.get_command(app).main(
+        ["--shape", *shlex.split(line, comments=True)], standalone_mode=False
     )
+    return problem
 
 
 def _prefetch(problems: Sequence[Problem], device: Device) -> None:

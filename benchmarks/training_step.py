@@ -298,32 +298,35 @@ def times(arguments: argparse.Namespace, models: list[str]) -> list[dict[str, An
 
 
 def losses(arguments: argparse.Namespace, models: list[str]) -> list[dict[str, Any]]:
-    """A row for each model: two curves of PyTorch's and one of each other way, and how far apart they are."""
+    """A row for each model: curves of every way, and how far apart they are.
+
+    ``noise`` has for each of PyTorch's own runs the largest distance of a loss from the nearest other run of PyTorch's;
+    ``distance`` the same for each run of another way.
+    """
     rows = []
     for model in models:
-        ways = ["default", "default", *(way for way in arguments.ways if way != "default")]
-        runs = [run(arguments, model, arguments.modes[0], way) for way in ways]
-        curves = [result["losses"] for result in runs]
-
-        def apart(first: list[float], second: list[float]) -> float:
-            return max(abs(one - two) for one, two in zip(first, second, strict=True))
-
-        noise = apart(curves[0], curves[1])
-        distances = {
-            way: min(apart(curves[0], curve), apart(curves[1], curve))
-            for way, curve in zip(ways[2:], curves[2:], strict=True)
+        runs = {
+            way: [run(arguments, model, arguments.modes[0], way) for _ in range(arguments.rounds)]
+            for way in ("default", *(way for way in arguments.ways if way != "default"))
         }
-        named = dict(zip(["default", "default again", *ways[2:]], curves, strict=True))
+        curves = {way: [result["losses"] for result in results] for way, results in runs.items()}
+
+        def apart(curve: list[float], others: list[list[float]]) -> float:
+            return min(max(abs(one - two) for one, two in zip(curve, other, strict=True)) for other in others)
+
+        default = curves["default"]
+        noise = [apart(curve, default[:index] + default[index + 1 :]) for index, curve in enumerate(default)]
+        distances = {way: [apart(curve, default) for curve in curves[way]] for way in curves if way != "default"}
         rows.append(
             {
                 "model": model,
                 "noise": noise,
                 "distance": distances,
-                "losses": named,
-                **{"environment": runs[0]["environment"]},
+                "losses": curves,
+                "environment": runs["default"][0]["environment"],
             }
         )
-        print(f"{model:18} noise {noise:.4f}", distances, file=sys.stderr)
+        print(f"{model:18} noise {noise}", distances, file=sys.stderr)
     return rows
 
 
@@ -335,7 +338,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES if on_gpu else ["eager"]))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=20 if on_gpu else 2, help="measured steps of a process")
-    parser.add_argument("--rounds", type=int, default=3 if on_gpu else 1, help="processes of each way")
+    parser.add_argument("--rounds", type=int, default=3 if on_gpu else 1, help="processes of each way; losses need two")
     parser.add_argument("--losses", type=int, default=0, help="compare the losses of so many steps instead of times")
     parser.add_argument("--distributed", choices=("ddp", "fsdp2"), help="one process a GPU, by torchrun")
     parser.add_argument("--processes", type=int, default=2, help="with --distributed")

@@ -12,7 +12,7 @@ import typer
 
 from ...db import shipped
 from ...db.records import EMULATED, MEASURED, EmulatedBest, Winner
-from ...db.shipped import Race, Shipped, write_shipped
+from ...db.shipped import Race, Shipped, read_shipped, write_shipped
 from ...gen.device import device_for_arch
 from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import BwdtuneError
@@ -34,17 +34,21 @@ def command(
     interrupted: Annotated[
         bool, typer.Option("--interrupted", help="Ship the best of interrupted searches, too.")
     ] = False,
+    add: Annotated[
+        bool,
+        typer.Option("--add", help="Keep the rows of problems and cards that the database has nothing to ship of."),
+    ] = False,
     database: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write the table of shipped configurations from a database: its winners, and its best emulated ones.
 
-    For whoever makes a version of this program. The table is written anew: nothing it held before is kept.
+    For whoever makes a version of this program. Without --add the table is written anew.
     """
     from ...db.store import Store
 
     with closing(Store.open(database, read_only=True)) as store:
-        written = ship(store, output, interrupted=interrupted)
+        written = ship(store, output, interrupted=interrupted, add=add)
     data = {
         "file": str(written.path),
         "rows": [shipped_to_dict(row) for row in written.rows],
@@ -68,7 +72,7 @@ class ShippedTable:
     left_out: tuple[str, ...]
 
 
-def ship(store: Store, path: Path | None = None, *, interrupted: bool = False) -> ShippedTable:
+def ship(store: Store, path: Path | None = None, *, interrupted: bool = False, add: bool = False) -> ShippedTable:
     """Writes the table from a database's winners on their own cards, and its best emulated configurations.
 
     Left out are winners that kept to another card's limits, the best of interrupted searches unless they are asked for,
@@ -79,6 +83,7 @@ def ship(store: Store, path: Path | None = None, *, interrupted: bool = False) -
         store: The database.
         path: The table; None for the package's own.
         interrupted: Whether the best of interrupted searches is good enough: verified and timed it was, too.
+        add: Whether the table keeps its rows of problems and cards that the database has nothing to ship of.
 
     Raises:
         BwdtuneError: There is nothing to ship, or the table cannot be written. It is as it was.
@@ -106,6 +111,9 @@ def ship(store: Store, path: Path | None = None, *, interrupted: bool = False) -
     if not rows:
         reasons = "".join(f"; {reason}" for reason in left_out)
         raise BwdtuneError(f"there is nothing to ship, and {path} is left as it was{reasons or ': run `tuner search`'}")
+    if add:
+        replaced = {(row.problem, row.gpu, row.kind) for row in rows}
+        rows[:0] = [row for row in read_shipped(path) if (row.problem, row.gpu, row.kind) not in replaced]
     try:
         return ShippedTable(write_shipped(rows, path), tuple(rows), tuple(left_out))
     except OSError as error:

@@ -12,7 +12,7 @@ import pytest
 from search_fakes import ENVIRONMENT, PROBLEM, FakeBench, run_search
 
 from bwdtune.db.records import GpuKey
-from bwdtune.db.shipped import read_shipped
+from bwdtune.db.shipped import read_shipped, write_shipped
 from bwdtune.db.store import Store
 from bwdtune.gen.device import RTX_5090
 from bwdtune.gen.errors import BwdtuneError
@@ -31,6 +31,17 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for options in ({}, {"limits": "sm_120"}, {"emulate": "sm_120"}):
         run_search(path, trials=6, **options)
     return path
+
+
+@pytest.mark.slow
+def test_rows_of_other_problems_are_kept(searched: Path, tmp_path: Path) -> None:
+    with closing(Store.open(searched, read_only=True)) as store:
+        own = ship(store, tmp_path / "own.json").rows
+        stale = replace(own[0], ms=own[0].ms * 2)
+        other = replace(own[0], problem=Problem.parse("8_16_4096_64", causal=True))
+        path = write_shipped([stale, other], tmp_path / "table.json")
+        assert ship(store, path, add=True).rows == (other, *own) == read_shipped(path)
+        assert ship(store, path).rows == own == read_shipped(path)
 
 
 @pytest.mark.slow

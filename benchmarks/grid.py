@@ -35,11 +35,12 @@ from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.gen.space import refusal
-from bwdtune.runtime.gpu import current_device, environment, gpu_key
+from bwdtune.runtime.gpu import current_device, environment, gpu_key, gpu_uuid, power_limit_w
 from bwdtune.tuner.commands.options import for_problem
 from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.search.options import SearchOptions
 from bwdtune.tuner.search.progress import progress_for
+from bwdtune.tuner.search.provenance import Machine
 from bwdtune.tuner.search.search import search
 
 GRID = Path(__file__).with_name("grid.txt")
@@ -86,6 +87,7 @@ def main() -> int:
                     progress=progress_for(console),
                     bench=worker,
                     environment=environment_here,
+                    machine=Machine(environment_here.toolkit, gpu_uuid(0), power_limit_w(0)),
                 )
             except BwdtuneError as error:
                 print(f"{problem.label}: {error}")

@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 VERSION_TABLE = "bwdtune_schema_version"
 """Alembic's version table. Not Alembic's own name for it: Optuna keeps its `alembic_version` in the same database."""
 
-SCHEMA = "0004"
+SCHEMA = "0005"
 """The schema of this version of the program: the newest revision in `migrations`."""
 
 # CHECKs cannot name infinity portably. NaN fails as well: SQLite makes it NULL, PostgreSQL puts it above all numbers.
@@ -167,6 +167,49 @@ class VerificationRow(Base):
     created_at: Mapped[datetime]
 
 
+class SearchRow(Base):
+    """A search: written when it begins, and when it ends. One that was killed stays as it was."""
+
+    __tablename__ = "searches"
+    __table_args__ = (
+        sa.UniqueConstraint("uid", name="uid"),
+        sa.Index(None, "problem_id"),
+        sa.CheckConstraint("status IN ('running', 'complete', 'partial', 'predicted', 'failed')", name="status"),
+        sa.CheckConstraint("seed >= 0 AND decided >= 0", name="counts"),
+        sa.CheckConstraint("(status = 'running') = (ended_at IS NULL)", name="end"),
+        sa.CheckConstraint(f"power_limit_w IS NULL OR ({_TIME.format('power_limit_w')})", name="power_limit_w"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    uid: Mapped[str] = mapped_column(sa.String(32))
+    """The same in every database that it is handed on to."""
+    problem_id: Mapped[int] = mapped_column(sa.ForeignKey("problems.id"))
+    study: Mapped[str] = mapped_column(sa.String(512))
+    """The name of the Optuna study that has its trials; the empty string where nothing is timed."""
+    arch: Mapped[str] = mapped_column(sa.String(32))
+    sampler: Mapped[str] = mapped_column(sa.String(32))
+    seed: Mapped[int] = mapped_column(sa.BigInteger)
+    options: Mapped[str] = mapped_column(sa.Text)
+    """JSON."""
+    host: Mapped[str] = mapped_column(sa.String(255))
+    gpu_name: Mapped[str | None] = mapped_column(sa.String(255))
+    """NULL, as the three below, where there was no GPU to measure on."""
+    gpu_capability: Mapped[str | None] = mapped_column(sa.String(16))
+    gpu_uuid: Mapped[str | None] = mapped_column(sa.String(64))
+    driver: Mapped[str | None] = mapped_column(sa.String(64))
+    power_limit_w: Mapped[float | None]
+    bwdtune: Mapped[str] = mapped_column(sa.String(64))
+    toolkit: Mapped[str] = mapped_column(sa.String(64))
+    torch: Mapped[str] = mapped_column(sa.String(64))
+    optuna: Mapped[str] = mapped_column(sa.String(64))
+    started_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+    status: Mapped[str] = mapped_column(sa.String(16))
+    decided: Mapped[int]
+    """Candidates decided so far."""
+    error: Mapped[str] = mapped_column(sa.Text)
+
+
 class MeasurementRow(Base):
     __tablename__ = "measurements"
     __table_args__ = (
@@ -174,6 +217,7 @@ class MeasurementRow(Base):
             "id", "problem_id", "variant_id", "gpu_name", "gpu_capability", "limits", "kind", name="result"
         ),
         sa.Index(None, "problem_id", "variant_id"),
+        sa.Index(None, "search_id"),
         sa.CheckConstraint(_TIME.format("median_ms"), name="median_ms"),
         sa.CheckConstraint(_TIME.format("low_ms"), name="low_ms"),
         sa.CheckConstraint(_TIME.format("high_ms"), name="high_ms"),
@@ -211,6 +255,8 @@ class MeasurementRow(Base):
     """Of PyTorch's default backward in the same race."""
     default_kernel: Mapped[str | None] = mapped_column(sa.String(64))
     """Which kernel that was: `records.NO_FUSED_BACKWARD` where PyTorch has none, NULL where it was not determined."""
+    search_id: Mapped[int | None] = mapped_column(sa.ForeignKey("searches.id"))
+    """NULL in what was stored before searches were."""
 
 
 def _best_of(kind: str) -> tuple[sa.schema.SchemaItem, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -14,6 +15,8 @@ from .errors import InvalidRecord
 MEASURED = "measured"
 EMULATED = "emulated"
 VARIANT_STATUSES = ("ok", "failed", "timeout")
+RUNNING = "running"
+SEARCH_STATUSES = (RUNNING, "complete", "partial", "predicted", "failed")
 NO_FUSED_BACKWARD = "none"
 """The name of PyTorch's default kernel where it has none for a problem, such as one with a softcap."""
 
@@ -175,6 +178,82 @@ class MeasurementRecord:
 
 
 @dataclass(frozen=True)
+class SearchRecord:
+    """A search as it begins: what it is for, what was chosen, and where it runs.
+
+    Attributes:
+        problem: What it searches for.
+        study: The name of the Optuna study that has its trials; empty where nothing is timed.
+        arch: The compile target.
+        sampler: What proposes candidates.
+        seed: What seeds the sampler.
+        options: What else was chosen, by name: ``trials``, ``time_s``, ``limits``, ``emulate``, ….
+        host: The machine's name.
+        gpu: The kind of card. As the three below, None where there is none to measure on.
+        gpu_uuid: Which card.
+        driver: Version of the driver.
+        power_limit_w: What the card may draw at most; None where nothing says it, too.
+        bwdtune: Version of this package. As those below, empty where it is not known.
+        toolkit: Version of nvcc.
+        torch: Version of PyTorch.
+        optuna: Version of Optuna.
+
+    Raises:
+        InvalidRecord: The seed is negative.
+    """
+
+    problem: Problem
+    study: str
+    arch: str
+    sampler: str
+    seed: int
+    options: Mapping[str, Any]
+    host: str
+    gpu: GpuKey | None
+    gpu_uuid: str | None
+    driver: str | None
+    power_limit_w: float | None
+    bwdtune: str
+    toolkit: str
+    torch: str
+    optuna: str
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise InvalidRecord(f"a search's seed is {self.seed}: it must not be negative")
+
+
+@dataclass(frozen=True)
+class StoredSearch:
+    """A search as it is stored.
+
+    Attributes:
+        id: What measurements, and trials of its study (the attribute ``search``), refer to.
+        uid: The same in every database that it is handed on to.
+        record: As it began.
+        started_at: UTC.
+        ended_at: UTC; None where it runs, or was killed.
+        status: ``running``; or how it ended: ``complete``, ``partial`` (interrupted), ``predicted`` (without a GPU),
+            ``failed``.
+        decided: Candidates decided so far.
+        error: Why it failed.
+    """
+
+    id: int
+    uid: str
+    record: SearchRecord
+    started_at: datetime
+    ended_at: datetime | None
+    status: str
+    decided: int
+    error: str
+
+    def __post_init__(self) -> None:
+        if self.status not in SEARCH_STATUSES:
+            raise InvalidRecord(f"a search's status is {self.status!r}: use one of {', '.join(SEARCH_STATUSES)}")
+
+
+@dataclass(frozen=True)
 class StoredMeasurement:
     """A measurement as it is stored, with what was measured and the newest verdict on it.
 
@@ -187,6 +266,7 @@ class StoredMeasurement:
         verification_id: The newest verification of this variant for this problem, if any; for `Store.set_winner`.
         verification: Its verdict.
         created_at: UTC.
+        search_id: The search that took it; None in what was stored before searches were, or by none.
     """
 
     id: int
@@ -197,6 +277,7 @@ class StoredMeasurement:
     verification_id: int | None
     verification: VerificationRecord | None
     created_at: datetime
+    search_id: int | None = None
 
     @property
     def verified(self) -> bool:
@@ -314,6 +395,7 @@ class ProblemHistory:
         measurements: Fastest first.
         rejected: Variants that did not pass verification, with the verdict.
         failures: Variants of this kind of problem that the compiler refused or did not finish.
+        searches: Oldest first.
     """
 
     problem: Problem
@@ -321,3 +403,4 @@ class ProblemHistory:
     measurements: tuple[StoredMeasurement, ...]
     rejected: tuple[tuple[VariantRecord, VerificationRecord], ...]
     failures: tuple[VariantRecord, ...]
+    searches: tuple[StoredSearch, ...] = ()

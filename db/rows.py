@@ -20,6 +20,7 @@ from .models import (
     EmulatedBestRow,
     MeasurementRow,
     ProblemRow,
+    SearchRow,
     VariantRow,
     VerificationRow,
     WinnerRow,
@@ -29,7 +30,9 @@ from .records import (
     Environment,
     GpuKey,
     MeasurementRecord,
+    SearchRecord,
     StoredMeasurement,
+    StoredSearch,
     VariantRecord,
     VerificationRecord,
     Winner,
@@ -103,6 +106,16 @@ def select_measurements(*conditions: Condition) -> sa.Executable:
         .outerjoin(VerificationRow, VerificationRow.id == newest)
         .where(*conditions)
         .order_by(ProblemRow.id, MeasurementRow.median_ms, MeasurementRow.id)
+    )
+
+
+def select_searches(*conditions: Condition) -> sa.Executable:
+    """For `stored_search`; oldest first."""
+    return (
+        sa.select(SearchRow, ProblemRow)
+        .join(ProblemRow, ProblemRow.id == SearchRow.problem_id)
+        .where(*conditions)
+        .order_by(SearchRow.started_at, SearchRow.id)
     )
 
 
@@ -325,6 +338,57 @@ def stored_measurement(
         verification_id=verification.id if verification else None,
         verification=_verification(verification) if verification else None,
         created_at=row.created_at.replace(tzinfo=timezone.utc),
+        search_id=row.search_id,
+    )
+
+
+def search_columns(search: SearchRecord) -> dict[str, Any]:
+    """A search's row as it begins, but for its problem and when that is."""
+    return {
+        "study": search.study,
+        "arch": search.arch,
+        "sampler": search.sampler,
+        "seed": search.seed,
+        "options": json.dumps(dict(search.options), sort_keys=True, allow_nan=False),
+        "host": search.host,
+        "gpu_name": search.gpu.name if search.gpu else None,
+        "gpu_capability": search.gpu.capability if search.gpu else None,
+        "gpu_uuid": search.gpu_uuid,
+        "driver": search.driver,
+        "power_limit_w": search.power_limit_w,
+        "bwdtune": search.bwdtune,
+        "toolkit": search.toolkit,
+        "torch": search.torch,
+        "optuna": search.optuna,
+    }
+
+
+def stored_search(row: SearchRow, problem: ProblemRow) -> StoredSearch:
+    return StoredSearch(
+        id=row.id,
+        uid=row.uid,
+        record=SearchRecord(
+            problem=_problem(problem),
+            study=row.study,
+            arch=row.arch,
+            sampler=row.sampler,
+            seed=row.seed,
+            options=dict(json.loads(row.options)),
+            host=row.host,
+            gpu=GpuKey(row.gpu_name, row.gpu_capability) if row.gpu_name and row.gpu_capability else None,
+            gpu_uuid=row.gpu_uuid,
+            driver=row.driver,
+            power_limit_w=row.power_limit_w,
+            bwdtune=row.bwdtune,
+            toolkit=row.toolkit,
+            torch=row.torch,
+            optuna=row.optuna,
+        ),
+        started_at=row.started_at.replace(tzinfo=timezone.utc),
+        ended_at=row.ended_at.replace(tzinfo=timezone.utc) if row.ended_at else None,
+        status=row.status,
+        decided=row.decided,
+        error=row.error,
     )
 
 

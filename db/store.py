@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import time
+import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,6 +38,7 @@ from .models import (
     EmulatedBestRow,
     MeasurementRow,
     ProblemRow,
+    SearchRow,
     VariantRow,
     VerificationRow,
     WinnerRow,
@@ -44,12 +46,15 @@ from .models import (
 from .records import (
     EMULATED,
     MEASURED,
+    RUNNING,
     EmulatedBest,
     Environment,
     GpuKey,
     MeasurementRecord,
     ProblemHistory,
+    SearchRecord,
     StoredMeasurement,
+    StoredSearch,
     VariantRecord,
     VerificationRecord,
     Winner,
@@ -152,6 +157,60 @@ class Store:
         kept_to = f" emulating {emulate}" if emulate else f" limits {limits}" if limits else ""
         return f"{problem.label} on {device.name} ({device.arch}){kept_to} space {space_hash}"
 
+    # Searches
+
+    def begin_search(self, search: SearchRecord) -> int:
+        """Stores a search that begins.
+
+        Returns:
+            Its id, for the methods below and `record_measurement`.
+        """
+        uid = uuid.uuid4().hex  # the same when the transaction is tried again
+
+        def work(session: Session) -> int:
+            problem = _upsert(session, ProblemRow, rows.identity_of(search.problem), {})
+            row = SearchRow(
+                uid=uid,
+                problem_id=problem.id,
+                **rows.search_columns(search),
+                started_at=_now(),
+                status=RUNNING,
+                decided=0,
+                error="",
+            )
+            session.add(row)
+            session.flush()
+            return row.id
+
+        return self._write(work)
+
+    def update_search(self, search_id: int, *, decided: int) -> None:
+        """Stores how many candidates a search has decided so far."""
+        self._write(
+            lambda session: session.execute(
+                sa.update(SearchRow).where(SearchRow.id == search_id).values(decided=decided)
+            )
+        )
+
+    def end_search(self, search_id: int, *, status: str, decided: int, error: str = "") -> None:
+        """Stores how a search has ended.
+
+        Args:
+            search_id: Of `begin_search`.
+            status: As in `StoredSearch`; not ``running``.
+            decided: Candidates decided.
+            error: Why it failed.
+        """
+        values = {"status": status, "decided": decided, "error": error, "ended_at": _now()}
+        self._write(
+            lambda session: session.execute(sa.update(SearchRow).where(SearchRow.id == search_id).values(**values))
+        )
+
+    def searches(self, problem: Problem | None = None) -> list[StoredSearch]:
+        """All of them, or those for one problem; oldest first."""
+        conditions = rows.equal(ProblemRow, **rows.identity_of(problem)) if problem else []
+        return self._read(rows.select_searches(*conditions), rows.stored_search)
+
     # What was built, checked and timed
 
     def record_variant(self, problem: Problem, variant: VariantRecord) -> int:
@@ -218,8 +277,16 @@ class Store:
 
         return self._write(work)
 
-    def record_measurement(self, problem: Problem, variant_id: int, measurement: MeasurementRecord) -> int:
+    def record_measurement(
+        self, problem: Problem, variant_id: int, measurement: MeasurementRecord, search_id: int | None = None
+    ) -> int:
         """Stores a timing.
+
+        Args:
+            problem: What was computed.
+            variant_id: What was timed.
+            measurement: The times.
+            search_id: The search that took them, of `begin_search`.
 
         Returns:
             Its id, for `set_winner`.
@@ -235,6 +302,7 @@ class Store:
                 variant_id=variant_id,
                 **rows.measurement_columns(measurement),
                 created_at=_now(),
+                search_id=search_id,
             )
             session.add(row)
             session.flush()
@@ -422,6 +490,7 @@ class Store:
                 self._read(rows.select_verdicts(*this, sa.not_(VerificationRow.passed)), rows.judged_variant)
             ),
             failures=tuple(self._read(rows.select_variants(*failed), rows.variant_record)),
+            searches=tuple(self.searches(problem)),
         )
 
     # The database

@@ -129,6 +129,12 @@ def sm_clock_mhz(index: int) -> float | None:
     return _ask_nvml(lambda nvml: float(nvml.nvmlDeviceGetClockInfo(_nvml_handle(index), nvml.NVML_CLOCK_SM)))
 
 
+def power_limit_w(index: int) -> float | None:
+    """The power that a GPU's board may draw at most, where the driver's management library says it."""
+    limit_mw = _ask_nvml(lambda nvml: float(nvml.nvmlDeviceGetEnforcedPowerLimit(_nvml_handle(index))))
+    return None if limit_mw is None else limit_mw / 1e3
+
+
 @dataclass(frozen=True)
 class GpuState:
     """What a GPU does at one moment; None and empty where nothing says it.

@@ -18,11 +18,12 @@ from ..gen.errors import UsageError
 from ..gen.paths import writable_cache_dir
 from ..gen.problem import Problem
 from ..gen.space import valid_configs
-from ..runtime.gpu import NoGpuError, current_device
+from ..runtime.gpu import NoGpuError, current_device, gpu_uuid, power_limit_w
 from .lab.laboratory import laboratory
 from .lab.timing import TimingStyle
 from .search.options import DEFAULT_TRIALS, SearchOptions
 from .search.progress import Progress, Silent
+from .search.provenance import Machine
 from .search.result import SearchResult
 from .search.search import search
 
@@ -144,6 +145,7 @@ def run_search(
             progress=progress,
             bench=bench,
             environment=environment,
+            machine=Machine(toolkit, gpu_uuid(0), power_limit_w(0)) if environment else Machine(toolkit),
         )
 
 

@@ -23,6 +23,7 @@ from bwdtune.db.records import (
     Environment,
     GpuKey,
     MeasurementRecord,
+    SearchRecord,
     VariantRecord,
     VerificationRecord,
 )
@@ -41,6 +42,25 @@ def main() -> None:
     other = replace(square, heads_kv=4, seqlen_kv=8192, dtype="fp16", causal=False)
     featured = replace(square, window_left=512, bottom_right=True, softcap=True, varlen=True, deterministic=True)
     for problem in (square, other, featured):
+        search = store.begin_search(
+            SearchRecord(
+                problem=problem,
+                study="a study",
+                arch="sm_90a",
+                sampler="tpe",
+                seed=2**32 - 1,
+                options={"trials": 60, "time_s": None, "limits": None, "emulate": None},
+                host="a host",
+                gpu=environment.gpu,
+                gpu_uuid="GPU-01234567-89ab-cdef-0123-456789abcdef",
+                driver=environment.driver,
+                power_limit_w=700.0,
+                bwdtune="0.1.0",
+                toolkit=environment.toolkit,
+                torch=environment.torch,
+                optuna="4.0.0",
+            )
+        )
         for time_ms, name in ((6, "v3"), (5, "v2"), (4, "v1")):  # their sources are nobody's: the last one wins
             variant = store.record_variant(
                 problem,
@@ -71,8 +91,11 @@ def main() -> None:
                     default_ms=None if problem.softcap else 4.5,
                     default_kernel=NO_FUSED_BACKWARD if problem.softcap else "cudnn",
                 ),
+                search,
             )
             store.set_winner(problem, environment, None, measurement, verification)
+        if problem != featured:  # which is as a search that was killed leaves it
+            store.end_search(search, status="complete", decided=3)
     emulated = replace(square, batch=1)
     variant = store.record_variant(
         emulated, VariantRecord(PRESETS["v3"], "with dummies", "templates", "sm_90a", "13.0.88")

@@ -682,6 +682,13 @@ def test_what_past_versions_wrote_opens_for_ever(database: Path, path: Path) -> 
         assert [one.record.median_ms for one in history.measurements] == [4.0, 5.0, 6.0]
         assert [verdict.reason for _, verdict in history.rejected] == ["NaN in dq"]
         assert [variant.error for variant in history.failures] == ["ptxas died"]
+        searches = store.searches()
+        assert [search.status for search in searches] == (
+            [] if path.stem < "schema_5" else ["complete", "complete", "running"]
+        )
+        took = searches[0].id if searches else None
+        assert {one.search_id for one in history.measurements} == {took}
+        assert history.searches == tuple(searches[:1])
         study = optuna.load_study(storage=store.optuna_storage(), study_name="a study")
         assert [trial.value for trial in study.trials] == [4.0]
         wrong = replace(history.rejected[0][0], source_hash="new")

@@ -403,10 +403,15 @@ def test_list_and_show_tell_what_a_search_stored(capsys: pytest.CaptureFixture[s
     assert [found["config"] for found in history["winners"]] == [winner["config"]]
     assert {measurement["config"] for measurement in history["measurements"]} >= {PRESETS["v2"].id}
     assert {failure["gate"] for failure in history["failures"]} == {"compiler"}
+    (search,) = history["searches"]
+    assert (search["status"], search["gpu"]) == ("complete", winner["gpu"])
+    assert {measurement["search"] for measurement in history["measurements"]} == {search["search"]}
 
     for arguments in (["list"], ["show", *SHAPE]):
         assert main([*arguments, *database]) == 0
-        assert short_form(_winner(searched).config) in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert short_form(_winner(searched).config) in text
+        assert ("complete after" in text) == (arguments[0] == "show")
     assert main(["show", "--shape", "1_1_64_64", *database]) == 0
     assert "nothing is stored" in capsys.readouterr().out
 

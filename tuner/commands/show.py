@@ -12,7 +12,7 @@ from .tables import history_tables, history_to_dict
 
 @for_problem()
 def command(problem: Problem, database: DatabaseOption = None, as_json: JsonOption = False) -> None:
-    """Show all that is stored about a problem: winners, measurements, what failed and why."""
+    """Show all that is stored about a problem: winners, searches, measurements, what failed and why."""
     from ...db.store import Store
 
     with closing(Store.open(database, read_only=True)) as store:

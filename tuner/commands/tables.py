@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ...db.records import EMULATED, EmulatedBest, Environment, ProblemHistory, StoredMeasurement, Winner
+from ...db.records import (
+    EMULATED,
+    EmulatedBest,
+    Environment,
+    GpuKey,
+    ProblemHistory,
+    StoredMeasurement,
+    StoredSearch,
+    Winner,
+)
 from ...db.shipped import Shipped
 from ...db.shipped import shipped_to_dict as _shipped_row
 from ...gen.families import short_form
@@ -170,6 +179,7 @@ def history_to_dict(history: ProblemHistory) -> dict[str, Any]:
     return {
         **history.problem.to_dict(),
         "winners": [winner_to_dict(winner) for winner in history.winners],
+        "searches": [_search_to_dict(search) for search in history.searches],
         "measurements": [_measurement_to_dict(measurement) for measurement in history.measurements],
         "failures": [
             {"config": variant.config.id, "arch": variant.arch, "gate": gate, "reason": reason}
@@ -179,13 +189,95 @@ def history_to_dict(history: ProblemHistory) -> dict[str, Any]:
 
 
 def history_tables(history: ProblemHistory) -> list[TextTable]:
-    """Winners, measurements and failures of a problem; what there is none of has no table."""
+    """Winners, searches, measurements and failures of a problem; what there is none of has no table."""
     tables = [winners_table(history.winners)] if history.winners else []
+    if history.searches:
+        tables.append(_searches_table(history.searches))
     if history.measurements:
         tables.append(_measurements_table(history.measurements))
     if history.failures or history.rejected:
         tables.append(_failures_table(history))
     return tables
+
+
+def _searches_table(searches: Sequence[StoredSearch]) -> TextTable:
+    table = TextTable(
+        "searches, oldest first",
+        [
+            Column("search", numeric=True),
+            Column("began"),
+            Column("ended", folds=True),
+            Column("GPU", folds=True, optional=1),
+            Column("limits", optional=4),
+            Column("sampler", optional=2),
+            *numeric("seed", "decided", optional=2),
+            Column("power limit, W", numeric=True, optional=4),
+            Column("host", optional=3),
+            Column("versions", folds=True, optional=4),
+        ],
+    )
+    for search in searches:
+        record, emulated = search.record, search.record.options.get("emulate")
+        table.add_row(
+            f"{search.id}",
+            f"{search.started_at:%Y-%m-%d %H:%M}",
+            _how_it_ended(search),
+            f"{record.gpu.name} ({record.gpu_uuid})" if record.gpu and record.gpu_uuid else _name_of(record.gpu),
+            f"{emulated} (emulated)" if emulated else record.options.get("limits") or "-",
+            record.sampler,
+            f"{record.seed}",
+            f"{search.decided}",
+            "-" if record.power_limit_w is None else f"{record.power_limit_w:.0f}",
+            record.host,
+            ", ".join(f"{name} {version}" for name, version in _versions(search).items() if version),
+        )
+    return table
+
+
+def _how_it_ended(search: StoredSearch) -> str:
+    if search.ended_at is None:
+        return "no: it runs, or was killed"
+    took = f"{search.status} after {(search.ended_at - search.started_at).total_seconds():.0f} s"
+    return f"{took}: {search.error}" if search.error else took
+
+
+def _name_of(gpu: GpuKey | None) -> str:
+    return gpu.name if gpu else "none"
+
+
+def _versions(search: StoredSearch) -> dict[str, str | None]:
+    record = search.record
+    return {
+        "bwdtune": record.bwdtune,
+        "driver": record.driver,
+        "nvcc": record.toolkit,
+        "torch": record.torch,
+        "optuna": record.optuna,
+    }
+
+
+def _search_to_dict(search: StoredSearch) -> dict[str, Any]:
+    record = search.record
+    return {
+        "search": search.id,
+        "uid": search.uid,
+        "study": record.study or None,
+        "status": search.status,
+        "error": search.error or None,
+        "started_at": search.started_at.isoformat(),
+        "ended_at": search.ended_at.isoformat() if search.ended_at else None,
+        "decided": search.decided,
+        "sampler": record.sampler,
+        "seed": record.seed,
+        "options": dict(record.options),
+        "host": record.host,
+        "gpu": record.gpu.name if record.gpu else None,
+        "compute_capability": record.gpu.capability if record.gpu else None,
+        "gpu_uuid": record.gpu_uuid,
+        "power_limit_w": record.power_limit_w,
+        "arch": record.arch,
+        **_versions(search),
+    }
 
 
 def _measurements_table(measurements: Sequence[StoredMeasurement]) -> TextTable:
@@ -247,6 +339,7 @@ def _measurement_to_dict(measurement: StoredMeasurement) -> dict[str, Any]:
         "limits": record.limits,
         "kind": record.kind,
         "policy": record.policy,
+        "search": measurement.search_id,
         "ms": None if emulated else record.median_ms,
         "low_ms": None if emulated else record.low_ms,
         "high_ms": None if emulated else record.high_ms,

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...db.records import Environment
+from ...db.records import Environment, SearchRecord
 from ...gen.build.jobs import CompiledResources, Variant, job_limit
 from ...gen.device import Device
 from ...gen.emulation import EMULATED_CARDS, emulation
@@ -27,8 +27,10 @@ from .options import SearchOptions
 from .patience import Patience
 from .progress import PhaseClock, Progress, Status
 from .proposals import Outcome, Proposal, Proposals
+from .provenance import Machine, search_record
 from .result import Counts, SearchResult, kinds_of_refusal
 from .rows import Row
+from .search_store import VariantStore
 
 if TYPE_CHECKING:
     from ...db.store import Store
@@ -85,10 +87,18 @@ class CandidateSearch(ABC):
         options: See `SearchOptions`.
         builder: Compiles.
         progress: Is told how it goes.
+        machine: Where it runs.
+
+    Attributes:
+        study: The name of the study that has its trials; empty where there is none.
 
     Raises:
         UsageError: No configuration is valid for the problem.
     """
+
+    _store: VariantStore
+    _environment: Environment | None = None
+    study = ""
 
     def __init__(
         self,
@@ -97,8 +107,10 @@ class CandidateSearch(ABC):
         options: SearchOptions,
         builder: Builder,
         progress: Progress,
+        machine: Machine,
     ) -> None:
         self.clock = PhaseClock()
+        self._machine = machine
         self.problem, self.device, self.options = problem, device, options
         self.space_device = EMULATED_CARDS[options.within] if options.within else device
         if options.emulate:
@@ -131,9 +143,26 @@ class CandidateSearch(ABC):
         self._compilers: Compilers[Candidate, Compiled] = Compilers(self.compile, threads)
         with self._interrupts, self._progress:
             try:
-                return self.find()
+                self._store.begin(self._record())
+                result = self.find()
+            except BaseException as error:
+                self._store.end("failed", self.counts.decided, str(error))
+                raise
             finally:
                 self._compilers.close()
+            self._store.end(result.status, self.counts.decided, result.error)
+            return result
+
+    def _record(self) -> SearchRecord:
+        return search_record(
+            self.problem,
+            self.options,
+            self._machine,
+            self._environment,
+            arch=self.device.arch,
+            seed=self.seed,
+            study=self.study,
+        )
 
     @abstractmethod
     def find(self) -> SearchResult:
@@ -316,6 +345,7 @@ class CandidateSearch(ABC):
         if outcome.reason:
             self._failures[candidate.config] = outcome.reason
         self.settled(candidate, outcome)
+        self._store.decided(self.counts.decided)
         self.tell("searching", (candidate.config, outcome.reason))
 
     def _too_much_shared_memory(self, variant: Variant) -> Outcome | None:

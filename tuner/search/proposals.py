@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .learner import Learner
 
 _CONFIG_ATTRIBUTE = "config"
+_SEARCH_ATTRIBUTE = "search"
 _REASON_ATTRIBUTE = "reason"
 _CONDITIONS_ATTRIBUTE = "conditions"
 _FAULT_ATTRIBUTE = "fault"
@@ -174,12 +175,12 @@ class StudyLog:
             if trial.user_attrs.get(_CONDITIONS_ATTRIBUTE) == self._conditions_of(config):
                 yield config, _outcome(trial)
 
-    def add(self, config: Config, outcome: Outcome) -> None:
-        """Logs an ended trial, in one transaction; not one whose outcome does not last."""
+    def add(self, config: Config, outcome: Outcome, search_id: int | None = None) -> None:
+        """Logs an ended trial of a search, in one transaction; not one whose outcome does not last."""
         if not outcome.lasting:
             return
         with _one_line_errors():
-            attributes = self._trial_attributes(config, outcome)
+            attributes = self._trial_attributes(config, outcome) | {_SEARCH_ATTRIBUTE: search_id}
             self._study.add_trial(_finished_trial(_by_stored_name(config), outcome, attributes))
 
     def add_race(self, race: Mapping[str, Any]) -> None:

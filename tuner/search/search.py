@@ -23,6 +23,7 @@ from ..lab.protocol import Bench
 from .candidates import Builder
 from .options import SearchOptions
 from .progress import Progress
+from .provenance import Machine
 from .result import SearchResult
 from .survey import Survey
 from .tuning import Tuning
@@ -41,6 +42,7 @@ def search(
     progress: Progress,
     bench: Bench | None = None,
     environment: Environment | None = None,
+    machine: Machine | None = None,
 ) -> SearchResult:
     """Searches the valid configurations of a problem.
 
@@ -57,16 +59,18 @@ def search(
         bench: Verifies and times. Without it arithmetic and compiler alone judge.
         environment: Where the bench measures. Without one the bench is the CPU's, which verifies and does not time:
             times are predicted, and there is no winner.
+        machine: Where it runs, to be stored with the search; None where only the machine's name is to be.
 
     Raises:
         UsageError: No configuration is valid for the problem.
         BwdtuneError: The compiler, the cache, the database or the GPU cannot be used at all. A database that is lost on
             the way is an `error` of the result.
     """
+    machine = machine or Machine()
     if bench is None or environment is None:
-        result = Survey(problem, device, store, options, builder, progress, bench).run()
+        result = Survey(problem, device, store, options, builder, progress, machine, bench).run()
     else:
-        result = Tuning(problem, device, store, options, builder, progress, bench, environment).run()
+        result = Tuning(problem, device, store, options, builder, progress, machine, bench, environment).run()
     if not result.error and (gone := _removed_file(store)):
         return replace(result, status="failed", error=f"{gone} was removed during the search: nothing of it is stored")
     return result

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ...db.errors import DatabaseError
 from ...db.records import (
     EMULATED,
     MEASURED,
     EmulatedBest,
     Environment,
     MeasurementRecord,
+    SearchRecord,
     StoredMeasurement,
     VariantRecord,
     VerificationRecord,
@@ -34,16 +37,35 @@ if TYPE_CHECKING:
 
 
 class VariantStore:
-    """Stores what was compiled and checked for a problem.
+    """Stores a search, and what was compiled and checked for its problem.
 
     Args:
         store: The database.
         problem: What the search is for.
         patience: Repeats what a server refuses while it restarts.
+
+    Attributes:
+        search_id: The search's own, from `begin` on.
     """
 
     def __init__(self, store: Store, problem: Problem, patience: Patience) -> None:
         self._store, self._problem, self._patience = store, problem, patience
+        self.search_id: int | None = None
+
+    def begin(self, search: SearchRecord) -> None:
+        """Stores that the search begins."""
+        self.search_id = self._patience(lambda: self._store.begin_search(search))
+
+    def decided(self, count: int) -> None:
+        """Stores how many candidates are decided."""
+        if (search_id := self.search_id) is not None:
+            self._patience(lambda: self._store.update_search(search_id, decided=count))
+
+    def end(self, status: str, decided: int, error: str) -> None:
+        """Stores how the search has ended; where the database was lost, that is told elsewhere."""
+        if (search_id := self.search_id) is not None:
+            with suppress(DatabaseError):
+                self._store.end_search(search_id, status=status, decided=decided, error=error)
 
     def record_variant(self, variant: Variant) -> int:
         """Stores what the compiler made of a source; returns the variant's id."""
@@ -146,6 +168,7 @@ class SearchStore(VariantStore):
                     default_ms=default.median_ms if default else None,
                     default_kernel=timings.default_kernel,
                 ),
+                self.search_id,
             )
         )
 

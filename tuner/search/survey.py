@@ -19,6 +19,7 @@ from .cost_model import predict, ranked
 from .options import SearchOptions
 from .progress import Progress
 from .proposals import Outcome, Proposals
+from .provenance import Machine
 from .result import SearchResult
 from .rows import Row
 from .search_store import VariantStore
@@ -41,9 +42,10 @@ class Survey(CandidateSearch):
         options: SearchOptions,
         builder: Builder,
         progress: Progress,
+        machine: Machine,
         bench: Bench | None,
     ) -> None:
-        super().__init__(problem, device, options, builder, progress)
+        super().__init__(problem, device, options, builder, progress, machine)
         self._bench, self._store = bench, VariantStore(store, problem, self.patience(store))
         self._survivors: list[Row] = []
         self._unable = ""  # why this machine can verify nothing

@@ -24,6 +24,7 @@ from .learner import Learner
 from .options import SearchOptions
 from .progress import Progress
 from .proposals import Outcome, Proposals, StudyLog
+from .provenance import Machine
 from .race import FINALISTS, FinalRace
 from .result import SearchResult
 from .rows import Row
@@ -49,20 +50,21 @@ class Tuning(CandidateSearch):
         options: SearchOptions,
         builder: Builder,
         progress: Progress,
+        machine: Machine,
         bench: Bench,
         environment: Environment,
     ) -> None:
-        super().__init__(problem, device, options, builder, progress)
+        super().__init__(problem, device, options, builder, progress, machine)
         self._bench, self._environment = bench, environment
         self._policy = options.timing.applied_to(SEARCH_POLICY)
         self._patience = self.patience(store)
-        self._store = SearchStore(store, problem, options, environment, self._patience)
+        self._store: SearchStore = SearchStore(store, problem, options, environment, self._patience)
         self._costs: dict[Config, float] = {}
         self._timings: dict[Config, Timing] = {}  # of this search
         self._unfit: dict[Config, str] = {}
         self._incumbent: Variant | None = None
         self._noisy = 0
-        name = store.study_name(problem, device, options.limits, space_hash(), emulate=options.emulate)
+        self.study = store.study_name(problem, device, options.limits, space_hash(), emulate=options.emulate)
         conditions = " ".join(
             (
                 f"{environment.gpu.name} {environment.gpu.capability}",
@@ -72,7 +74,7 @@ class Tuning(CandidateSearch):
                 self._policy.id,
             )
         )
-        self._log = StudyLog(store.optuna_storage(), name, space_hash=space_hash(), conditions=conditions)
+        self._log = StudyLog(store.optuna_storage(), self.study, space_hash=space_hash(), conditions=conditions)
         if self._log.replaces_older_space:
             self.notes.append(
                 "the search space is not that of the last search: a new study begins, old results are kept"
@@ -202,7 +204,7 @@ class Tuning(CandidateSearch):
         return Outcome.timed(math.nan if cost is None else cost, "cycles" if self.options.emulate else "ms")
 
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
-        self._patience(lambda: self._log.add(candidate.config, outcome))
+        self._patience(lambda: self._log.add(candidate.config, outcome, self._store.search_id))
         self._note(candidate.config, outcome)
 
     def _note(self, config: Config, outcome: Outcome) -> None:

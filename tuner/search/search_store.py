@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...db.errors import DatabaseError
@@ -23,6 +24,7 @@ from ...db.shipped import Shipped, read_shipped
 from ...gen.build.jobs import CompiledResources, Variant
 from ...gen.device import HOST_ARCH, alike
 from ...gen.emulation import EMULATED_CARDS
+from ...gen.errors import BwdtuneError
 from ...gen.families import Config, preset_name
 from ...gen.problem import Problem, distance
 from ...gen.render import Source, render, template_hash
@@ -34,6 +36,23 @@ from .patience import Patience
 
 if TYPE_CHECKING:
     from ...db.store import Store
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """What an earlier survey has decided.
+
+    Attributes:
+        config: The configuration.
+        passed: Whether it passed every gate.
+        compiled: What ptxas said of it.
+        max_error: Its largest relative L2 error, where it was verified.
+    """
+
+    config: Config
+    passed: bool
+    compiled: CompiledResources
+    max_error: float | None
 
 
 class VariantStore:
@@ -96,32 +115,58 @@ class VariantStore:
         """Stores the third gate's verdict; returns its id."""
         return self._patience(lambda: self._store.record_verification(self._problem, variant_id, verification))
 
-    def surveyed(self, arch: str, *, verified: bool) -> Iterator[tuple[Config, CompiledResources, float | None]]:
-        """What passed every gate of an earlier survey, with this version's templates.
+    def surveyed(self, arch: str, *, limits_arch: str | None, verified: bool) -> Iterator[Surveyed]:
+        """What an earlier survey has decided of this version's sources.
+
+        What did not compile is left out: whether that lasts is known to the cache of builds alone.
 
         Args:
             arch: The target that it was compiled for.
+            limits_arch: That of the card whose limits it had to keep to, without spills; None for no other card's.
             verified: Whether the CPU's verdict is one of the gates.
-
-        Yields:
-            The configuration, what ptxas said of it, and its error where it was verified.
         """
         verdicts = {
             variant.config: verdict
             for variant, verdict in self._patience(lambda: self._store.verdicts(self._problem, HOST_ARCH))
-            if variant.template_hash == template_hash(variant.config.family)
+            if self._is_todays(variant)
         }
-        for variant in self._patience(lambda: self._store.variants(self._problem, arch)):
-            verdict, spills = verdicts.get(variant.config), variant.spill_bytes
-            passed = verdict.passed if verdict else not verified
-            todays = variant.template_hash == template_hash(variant.config.family)
-            if variant.status != "ok" or not (passed and todays) or variant.registers is None or spills is None:
+        within = self._compiled_for(limits_arch) if limits_arch else None
+        built = self._compiled_for(arch)
+        for config in dict.fromkeys((*(within or ()), *built)):
+            exempt = preset_name(config) is not None
+            gates = [] if within is None else [(within.get(config), 0)]
+            gates.append((built.get(config), SPILL_BOUND_BYTES))
+            found, passed = None, True
+            for found, bound in gates:
+                passed = found is not None and (exempt or found.spill_bytes <= bound)
+                if not passed:
+                    break
+            verdict = verdicts.get(config)
+            if found is None or (passed and verified and verdict is None):
                 continue
-            if spills > SPILL_BOUND_BYTES and preset_name(variant.config) is None:
-                continue
+            passed = passed and (verdict is None or verdict.passed)
+            yield Surveyed(config, passed, found, verdict.max_error if verdict else None)
+
+    def _compiled_for(self, arch: str) -> dict[Config, CompiledResources]:
+        """What ptxas said of today's sources."""
+        return {
             # Of static shared memory nothing is stored: a kernel has little.
-            found = CompiledResources(variant.registers, spills, variant.stack_bytes or 0, 0, 0)
-            yield variant.config, found, verdict.max_error if verdict else None
+            variant.config: CompiledResources(variant.registers, variant.spill_bytes, variant.stack_bytes or 0, 0, 0)
+            for variant in self._patience(lambda: self._store.variants(self._problem, arch))
+            if variant.status == "ok"
+            and variant.registers is not None
+            and variant.spill_bytes is not None
+            and self._is_todays(variant)
+        }
+
+    def _is_todays(self, variant: VariantRecord) -> bool:
+        """Whether a variant is of the source that is rendered today, without dummy mma."""
+        if variant.template_hash != template_hash(variant.config.family):
+            return False  # much quicker than rendering
+        try:
+            return variant.source_hash == render(self._problem, variant.config).hash
+        except BwdtuneError:  # somebody else's row
+            return False
 
 
 class SearchStore(VariantStore):

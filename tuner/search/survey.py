@@ -10,6 +10,7 @@ from ...db.records import VerificationRecord
 from ...gen.build.jobs import CompiledResources, Variant
 from ...gen.build.toolchain import ToolchainError
 from ...gen.device import HOST_ARCH, Device
+from ...gen.emulation import EMULATED_CARDS
 from ...gen.families import PRESETS, Config, preset_name
 from ...gen.problem import Problem
 from ...gen.render import render
@@ -77,14 +78,17 @@ class Survey(CandidateSearch):
         return Proposals(self.configs, sampler="exhaustive", seed=self.seed, first=first)
 
     def _go_on(self, proposals: Proposals) -> None:
-        """Lists what earlier surveys let pass, and has none of it proposed again."""
-        if self.options.within:
-            return  # what the other card's compiler said of it is not asked for here
-        for config, compiled, max_error in self._store.surveyed(self.device.arch, verified=self._bench is not None):
-            if not proposals.learn(config, Outcome("unmeasured")):
+        """Lists what earlier surveys let pass, and has nothing that they decided proposed again."""
+        if self.options.emulate:
+            return  # whether dummy mma cost it blocks of an SM is not stored
+        limits_arch = EMULATED_CARDS[self.options.limits].arch if self.options.limits else None
+        verified = self._bench is not None
+        for one in self._store.surveyed(self.device.arch, limits_arch=limits_arch, verified=verified):
+            if not proposals.learn(one.config, Outcome("unmeasured" if one.passed else "refused")):
                 continue
             self.counts.earlier += 1
-            self._survivors.append(replace(self._predicted(config, compiled), max_error=max_error))
+            if one.passed:
+                self._survivors.append(replace(self._predicted(one.config, one.compiled), max_error=one.max_error))
 
     def _what_passed(self) -> str:
         counts = self.counts

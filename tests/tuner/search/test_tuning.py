@@ -1030,6 +1030,41 @@ def test_a_survey_goes_on_where_the_last_one_ended(database: Path, measured: boo
     assert all((row.max_error is None) != measured for row in second.rows)
 
 
+@pytest.mark.parametrize("limits", [None, "sm_120"])
+def test_a_survey_tries_nothing_again_that_an_earlier_one_refused(database: Path, limits: str | None) -> None:
+    def spills(config: Config, arch: str) -> int:
+        refusing = RTX_5090.arch if limits else H200.arch
+        return 100 if arch == refusing and parameter(config, "block_q") == 64 and config not in PRESETS.values() else 0
+
+    def wrong(config: Config) -> bool:
+        return parameter(config, "block_kv") == 64
+
+    results = [
+        run_search(
+            database,
+            measured=False,
+            trials=trials,
+            sampler="random",
+            limits=limits,
+            bench=FakeBench(wrong=wrong),
+            builder=FakeBuilder(spills=spills),
+        )
+        for trials in (40, 1)
+    ]
+    first, second = results
+    assert first.counts.refused
+    assert first.counts.failed
+    assert first.counts.passed
+    assert second.counts.earlier == first.counts.decided
+    assert {row.config for row in first.rows} <= {row.config for row in second.rows}
+    assert len(second.rows) == first.counts.passed + second.counts.passed
+
+
+def test_a_survey_does_not_take_an_emulated_build_for_the_kernel(database: Path) -> None:
+    run_search(database, measured=False, trials=4, emulate="sm_120")
+    assert run_search(database, measured=False, trials=4).counts.earlier == 0
+
+
 def test_an_interrupted_survey_lists_what_has_passed(database: Path) -> None:
     class Interrupted(FakeBench):
         def verify(self, problem: Problem, variant: Variant) -> VerificationRecord:

@@ -22,15 +22,17 @@ from ...gen.render import Source, render
 from ...gen.space import refusals, valid_configs
 from ..interrupts import Interrupts
 from .compilers import Compilers
+from .cost_model import predict
 from .gates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
 from .options import SearchOptions
 from .patience import Patience
-from .progress import PhaseClock, Progress, Status
+from .progress import Pace, PhaseClock, Progress, Status
 from .proposals import Outcome, Proposal, Proposals
 from .provenance import Machine, search_record
 from .result import Counts, SearchResult, kinds_of_refusal
 from .rows import Row
 from .search_store import VariantStore
+from .trials import Trial
 
 if TYPE_CHECKING:
     from ...db.store import Store
@@ -122,7 +124,8 @@ class CandidateSearch(ABC):
         self.notes: list[str] = []
         self.best: tuple[Config, float] | None = None
         self._refusals = kinds_of_refusal(refused, self.space_device)
-        self._failures: dict[Config, str] = {}
+        self._trials: list[Trial] = []
+        self._pace = Pace()
         self.builder, self._progress = builder, progress
         self._interrupts = Interrupts()
         self._total = 0
@@ -193,6 +196,22 @@ class CandidateSearch(ABC):
     def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
         """What becomes of a candidate that the compilers have done with."""
 
+    def figures(self, config: Config, compiled: Compiled | None) -> Row:
+        """What is known of a candidate beside what became of it: what it needs and what is predicted.
+
+        Args:
+            config: The candidate's.
+            compiled: What the compilers made of it; None where they were not asked.
+        """
+        variant = (compiled.variant or compiled.limits_variant) if compiled else None
+        return self.predicted(config, variant.resources if variant else None)
+
+    def predicted(self, config: Config, resources: CompiledResources | None) -> Row:
+        """A row with what the cost model says."""
+        found = predict(self.problem, config, self.device, resources, emulate=self.options.emulate)
+        row = self.row(preset_name(config) or "candidate", config, resources)
+        return replace(row, predicted_ms=None if self.options.emulate else found.ms, predicted_cycles=found.cycles)
+
     @abstractmethod
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
         """Takes note of a decision."""
@@ -218,7 +237,7 @@ class CandidateSearch(ABC):
                 # One, and then the next proposal: how many are decided by now depends on the compilers.
                 _tell(proposals, waiting.popleft())
             elif done := self._next_compiled(self._time_left_s()):
-                self._settle(done[0], self.decide(*done))
+                self._settle(done[0], self.decide(*done), done[1])
         self.notes.append(f"the time is up: {self._total - self.counts.decided} trials are left for the next search")
 
     def compile_all(self, configs: Iterable[Config]) -> dict[Config, Compiled]:
@@ -262,9 +281,26 @@ class CandidateSearch(ABC):
 
     def tell(self, phase: str, last: tuple[Config, str] | None = None) -> None:
         """Tells people where it stands."""
+        preset, default_cost = self.references()
+        left_s = [self._pace.left_s(self._total - self.counts.decided), self._time_left_s()]
         self._progress.update(
-            Status(phase, replace(self.counts), self._total, self.best, last, bool(self.options.emulate))
+            Status(
+                phase,
+                replace(self.counts),
+                self._total,
+                self.best,
+                last,
+                bool(self.options.emulate),
+                preset=preset,
+                default_cost=default_cost,
+                per_second=self._pace.per_second,
+                left_s=min((seconds for seconds in left_s if seconds is not None), default=None),
+            )
         )
+
+    def references(self) -> tuple[tuple[str, float] | None, float | None]:
+        """What the best is told beside, where it is known: the best preset and its cost, and PyTorch's default's."""
+        return None, None
 
     def notice(self, text: str) -> None:
         """A note that is shown now and listed at the end."""
@@ -311,7 +347,7 @@ class CandidateSearch(ABC):
             rows=tuple(rows),
             counts=self.counts,
             arithmetic_refusals=self._refusals,
-            failures=tuple(self._failures.items()),
+            trials=tuple(self._trials),
             seconds=self.clock.seconds(),
             notes=tuple(self.notes),
             emulate=self.options.emulate,
@@ -325,7 +361,7 @@ class CandidateSearch(ABC):
         known = self.known_outcome(candidate)
         if known:
             self.counts.stored += 1
-            self._settle(candidate, known)
+            self._settle(candidate, known, stored=True)
         else:
             self._compilers.submit(candidate)
         return candidate
@@ -335,15 +371,18 @@ class CandidateSearch(ABC):
         with self.wait("compile"):
             return self._compilers.next(timeout_s)
 
-    def _settle(self, candidate: Candidate, outcome: Outcome) -> None:
+    def _settle(
+        self, candidate: Candidate, outcome: Outcome, compiled: Compiled | None = None, *, stored: bool = False
+    ) -> None:
         candidate.outcome = outcome
         self.counts.decided += 1
         if outcome.state == "refused":
             self.counts.refused += 1
         elif outcome.state == "failed":
             self.counts.failed += 1
-        if outcome.reason:
-            self._failures[candidate.config] = outcome.reason
+        self._pace.decided()
+        row = self.figures(candidate.config, compiled)
+        self._trials.append(Trial(self.counts.decided, row, outcome, stored, self.clock.elapsed_s()))
         self.settled(candidate, outcome)
         self._store.decided(self.counts.decided)
         self.tell("searching", (candidate.config, outcome.reason))
@@ -360,6 +399,7 @@ class CandidateSearch(ABC):
             "refused",
             reason=f"{variant.arch}: {dynamic:,} bytes of shared memory and {static:,} static ones: a block of "
             f"{self.space_device.name} has at most {most:,}",
+            kind="shared memory",
         )
 
     def _fewer_blocks(self, emulated: Variant, real: Variant) -> Outcome | None:
@@ -379,6 +419,7 @@ class CandidateSearch(ABC):
             "refused",
             reason=f"{emulated.resources.registers} registers with dummy mma leave {emulated_blocks} blocks an SM, and "
             f"{real.resources.registers} without {real_blocks}: it would be another kernel's pace",
+            kind="occupancy",
         )
 
     def _time_left_s(self) -> float | None:
@@ -398,9 +439,11 @@ def _tell(proposals: Proposals, candidate: Candidate) -> None:
 def _refused(variant: Variant, spill_bound_bytes: int | None) -> Outcome | None:
     """Why the compiler gate does not let a variant pass; with no bound, spills do not matter."""
     if variant.status != "ok":
-        return Outcome("failed", reason=f"{variant.arch}: {variant.error or variant.status}", lasting=variant.lasting)
+        reason = f"{variant.arch}: {variant.error or variant.status}"
+        return Outcome("failed", reason=reason, lasting=variant.lasting, kind="compiler")
     spills = variant.resources.spill_bytes if variant.resources else 0
     if spill_bound_bytes is None or spills <= spill_bound_bytes:
         return None
     passing = f"at most {spill_bound_bytes} pass" if spill_bound_bytes else "none may"
-    return Outcome("refused", reason=f"{variant.arch}: {spills:,} bytes of registers a thread are spilled, {passing}")
+    reason = f"{variant.arch}: {spills:,} bytes of registers a thread are spilled, {passing}"
+    return Outcome("refused", reason=reason, kind="spills")

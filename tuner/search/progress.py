@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PLAIN_INTERVAL_S = 5.0
+_PACE_WINDOW = 20  # candidates: presets and what is stored already have another pace than the rest
 
 
 class PhaseClock:
@@ -34,6 +36,30 @@ class PhaseClock:
         return {**self._seconds, "overhead": total - sum(self._seconds.values()), "total": total}
 
 
+class Pace:
+    """How quickly candidates are decided."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque([time.perf_counter()], maxlen=_PACE_WINDOW + 1)
+
+    def decided(self) -> None:
+        """Counts a candidate."""
+        self._times.append(time.perf_counter())
+
+    @property
+    def per_second(self) -> float | None:
+        """Candidates a second, of the last few; None before the first."""
+        seconds = self._times[-1] - self._times[0]
+        return (len(self._times) - 1) / seconds if seconds > 0 else None
+
+    def left_s(self, candidates: int) -> float | None:
+        """How long so many more will take, from now on; None while nothing says it."""
+        rate = self.per_second
+        if rate is None:
+            return None
+        return max(0.0, self._times[-1] + candidates / rate - time.perf_counter())
+
+
 @dataclass(frozen=True)
 class Status:
     """Where a search stands.
@@ -45,6 +71,12 @@ class Status:
         best: The best configuration so far and its time in ms, or emulated cycles; or None.
         last: The candidate that was just decided and what became of it.
         emulated: Whether cycles rank.
+        expected_gain: How much less than the best so far the best of the trials that are left is expected to cost,
+            relative to it (0.01: 1 %); None where nothing is learned of that.
+        preset: The best preset so far and its cost, in the unit of the best's.
+        default_cost: That of PyTorch's default backward.
+        per_second: Candidates decided a second.
+        left_s: Seconds until the last candidate is decided, at this pace; the final race follows.
     """
 
     phase: str
@@ -53,18 +85,51 @@ class Status:
     best: tuple[Config, float] | None = None
     last: tuple[Config, str] | None = None
     emulated: bool = False
+    expected_gain: float | None = None
+    preset: tuple[str, float] | None = None
+    default_cost: float | None = None
+    per_second: float | None = None
+    left_s: float | None = None
+
+    def lines(self) -> list[str]:
+        """What is found, and how it goes: a line each."""
+        counts = self.counts
+        ways = [f"measured {counts.measured + counts.stored}"] if not counts.passed else [f"passed {counts.passed}"]
+        if counts.decided:
+            ways.append(f"refused {counts.refused / counts.decided:.0%}, failed {counts.failed}")
+        if self.per_second:
+            ways.append(f"{self.per_second:.2g} a second")
+        if self.left_s is not None and counts.decided < self.total:
+            ways.append(f"{duration(self.left_s)} left")
+        if self.expected_gain is not None:
+            ways.append(f"{self.expected_gain:.2%} expected of going on")
+        going = " | ".join(ways)
+        return [going] if counts.passed else [self._found(), going]
 
     def text(self) -> str:
-        counts = self.counts
-        fallen = f"refused {counts.refused}, failed {counts.failed}"
-        if counts.passed:
-            return f"passed {counts.passed}, {fallen}"
-        best = "no best yet"
-        if self.best:
-            config, cost = self.best
-            cost_text = f"{cost / 1e6:.3f} Mcycles, emulated," if self.emulated else f"{cost:.3f} ms"
-            best = f"best {cost_text} {short_form(config)}"
-        return f"{best} | measured {counts.measured + counts.stored}, {fallen}"
+        """The same in one line."""
+        return " | ".join(self.lines())
+
+    def _found(self) -> str:
+        if self.best is None:
+            return "no best yet"
+        config, cost = self.best
+        found = [f"best {cost / 1e6:.3f} Mcycles, emulated," if self.emulated else f"best {cost:.3f} ms"]
+        if self.default_cost:
+            found.append(f"{self.default_cost / cost:.2f} × PyTorch's default")
+        if self.preset:
+            found.append(f"{self.preset[1] / cost:.2f} × {self.preset[0]}")
+        return f"{', '.join(found)} {short_form(config)}"
+
+
+def duration(seconds: float) -> str:
+    """For people: ``40 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 class Progress(Protocol):
@@ -128,7 +193,7 @@ class PlainProgress:
 
 
 class BarProgress:
-    """For terminals: a bar, and below it the best so far and what fell."""
+    """For terminals: a bar, and below it what is found and how it goes."""
 
     def __init__(self, console: Console) -> None:
         from rich.console import Group
@@ -155,7 +220,7 @@ class BarProgress:
         if status.last and status.last[1]:
             self.notice(f"{short_form(status.last[0])}: {status.last[1]}")
         self._bar.update(self._task, description=status.phase, total=status.total, completed=status.counts.decided)
-        self._status.plain = status.text()
+        self._status.plain = "\n".join(status.lines())
 
     def notice(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -40,6 +40,7 @@ _SEARCH_ATTRIBUTE = "search"
 _REASON_ATTRIBUTE = "reason"
 _CONDITIONS_ATTRIBUTE = "conditions"
 _FAULT_ATTRIBUTE = "fault"
+_KIND_ATTRIBUTE = "kind"
 _RACES_ATTRIBUTE = "races"
 _KEPT_RACES = 20  # of one problem: an attribute is read whole
 
@@ -54,6 +55,8 @@ class Outcome:
         cost: What a measured candidate is ranked by, the less the better: its median time in ms, in an emulated search
             its median cycles. None for the others: no number stands in for a failure.
         reason: Why it was refused or failed, in one line.
+        kind: What kind of reason that is: ``compiler``, ``spills``, ``shared memory``, ``occupancy`` (of an emulated
+            build), ``gradients``, ``timing``; where its process failed, the kind of `Fault`. Empty for the others.
         fault: How its process failed, where it did.
         lasting: Another search would come to the same; not so where the machine failed, and not the candidate.
     """
@@ -63,12 +66,13 @@ class Outcome:
     reason: str = ""
     lasting: bool = True
     fault: Fault | None = None
+    kind: str = ""
 
     @classmethod
     def timed(cls, cost: float, unit: str = "ms") -> Outcome:
         """A measured candidate, or a failed one where the time is no time (NaN, infinite, zero or negative)."""
         if not (math.isfinite(cost) and cost > 0):
-            return cls("failed", reason=f"its timing is {cost} {unit}, which is no time")
+            return cls("failed", reason=f"its timing is {cost} {unit}, which is no time", kind="timing")
         return cls("measured", cost=cost)
 
 
@@ -193,6 +197,7 @@ class StudyLog:
         return {
             _CONFIG_ATTRIBUTE: config.id,
             _REASON_ATTRIBUTE: outcome.reason,
+            _KIND_ATTRIBUTE: outcome.kind,
             _CONDITIONS_ATTRIBUTE: self._conditions_of(config),
             **({_FAULT_ATTRIBUTE: asdict(outcome.fault)} if outcome.fault else {}),
         }
@@ -232,7 +237,9 @@ _OUTCOME_STATES: Mapping[TrialState, Literal["measured", "refused", "failed"]] =
 def _outcome(trial: FrozenTrial) -> Outcome:
     if trial.state is TrialState.COMPLETE and trial.value is not None:
         return Outcome.timed(trial.value)
-    return Outcome(_OUTCOME_STATES[trial.state], reason=trial.user_attrs.get(_REASON_ATTRIBUTE, ""))
+    attributes = trial.user_attrs
+    reason, kind = attributes.get(_REASON_ATTRIBUTE, ""), attributes.get(_KIND_ATTRIBUTE, "")
+    return Outcome(_OUTCOME_STATES[trial.state], reason=reason, kind=kind)
 
 
 def _finished_trial(

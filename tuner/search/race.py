@@ -247,6 +247,8 @@ def _race_record(winner: Row, ratios: Mapping[str, Ratio], timings: Timings, pol
         "policy": policy.id,
         "winner": winner.config.id if winner.config else winner.kernel,
         "median_ms": {name: timing.median_ms for name, timing in timings.items()},
+        "interval_ms": {name: [timing.low_ms, timing.high_ms] for name, timing in timings.items()},
+        "default_kernel": timings.default_kernel,
         "ratio_to_winner": {name: ratio.to_dict() for name, ratio in ratios.items()},
         "gpu": asdict(timings.state),
     }

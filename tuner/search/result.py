@@ -13,6 +13,7 @@ from ...gen.families import Config, short_form
 from ...gen.problem import Problem
 from ..text_table import Column, TextTable, numeric
 from .rows import CYCLE_HEADINGS, Row, cell
+from .trials import Trial
 
 _SHOWN_FAILURES = 10
 
@@ -65,7 +66,7 @@ class SearchResult:
             measured: the survivors, the least predicted time first.
         counts: How many went which way.
         arithmetic_refusals: Kinds of refusal before compiling, and how often.
-        failures: Candidates that the compiler gate refused or that failed, each with its reason.
+        trials: The candidates that were decided, in this order.
         seconds: Wall time by phase: ``compile`` (waiting for it), ``verify``, ``time``, ``overhead`` (all the
             rest), ``total``.
         notes: What else a person should know.
@@ -86,7 +87,7 @@ class SearchResult:
     rows: tuple[Row, ...]
     counts: Counts
     arithmetic_refusals: Mapping[str, int]
-    failures: tuple[tuple[Config, str], ...]
+    trials: tuple[Trial, ...]
     seconds: Mapping[str, float]
     notes: tuple[str, ...] = ()
     emulate: str | None = None
@@ -95,6 +96,12 @@ class SearchResult:
     @property
     def interrupted(self) -> bool:
         return self.status == "partial"
+
+    @property
+    def failures(self) -> tuple[tuple[Config, str], ...]:
+        """Candidates that the compiler gate refused or that failed, each with its reason."""
+        fallen = ((trial.row.config, trial.outcome.reason) for trial in self.trials)
+        return tuple((config, reason) for config, reason in fallen if config and reason)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of ``tuner search --json``."""
@@ -119,6 +126,7 @@ class SearchResult:
             "rows": [row.to_dict(self.problem, self.device) for row in self.rows],
             "counts": asdict(self.counts),
             "arithmetic_refusals": dict(self.arithmetic_refusals),
+            "trials": [trial.to_dict(self.problem, self.device) for trial in self.trials],
             "failures": [{"config": config.id, "reason": reason} for config, reason in self.failures],
             "seconds": dict(self.seconds),
             "notes": list(self.notes),

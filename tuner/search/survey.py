@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from ...db.errors import DatabaseError
 from ...db.records import VerificationRecord
-from ...gen.build.jobs import CompiledResources, Variant
+from ...gen.build.jobs import Variant
 from ...gen.build.toolchain import ToolchainError
 from ...gen.device import HOST_ARCH, Device
 from ...gen.emulation import EMULATED_CARDS
-from ...gen.families import PRESETS, Config, preset_name
+from ...gen.families import PRESETS, Config
 from ...gen.problem import Problem
 from ...gen.render import render
 from ..lab.protocol import Bench, CandidateError, WorkerError
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
-from .cost_model import predict, ranked
+from .cost_model import ranked
 from .options import SearchOptions
 from .progress import Progress
 from .proposals import Outcome, Proposals
@@ -49,6 +49,7 @@ class Survey(CandidateSearch):
         super().__init__(problem, device, options, builder, progress, machine)
         self._bench, self._store = bench, VariantStore(store, problem, self.patience(store))
         self._survivors: list[Row] = []
+        self._max_errors: dict[Config, float] = {}
         self._unable = ""  # why this machine can verify nothing
 
     def find(self) -> SearchResult:
@@ -88,7 +89,7 @@ class Survey(CandidateSearch):
                 continue
             self.counts.earlier += 1
             if one.passed:
-                self._survivors.append(replace(self._predicted(one.config, one.compiled), max_error=one.max_error))
+                self._survivors.append(replace(self.predicted(one.config, one.compiled), max_error=one.max_error))
 
     def _what_passed(self) -> str:
         counts = self.counts
@@ -119,22 +120,25 @@ class Survey(CandidateSearch):
             self._store.record_variant(variant)
         if compiled.refused:
             return compiled.refused
-        row = self._predicted(candidate.config, compiled.variant.resources if compiled.variant else None)
+        row = self.predicted(candidate.config, compiled.variant.resources if compiled.variant else None)
         host_variant = compiled.host_variant
         if host_variant and not host_variant.library:
             row, host_variant = replace(row, note=f"not verified: {HOST_ARCH}: {host_variant.error}"), None
         try:
             verification = self._verify(host_variant)
         except CandidateError as error:
-            return Outcome("failed", reason=f"on the CPU: {error}")
+            return Outcome("failed", reason=f"on the CPU: {error}", kind=error.fault.kind, fault=error.fault)
         if verification and not verification.passed:
-            return Outcome("failed", reason=f"wrong: {verification.reason}")
+            return Outcome("failed", reason=f"wrong: {verification.reason}", kind="gradients")
         if verification:
             self.counts.verified += 1
             row = replace(row, max_error=verification.max_error)
         self.counts.passed += 1
         self._survivors.append(row)
         return Outcome("unmeasured")
+
+    def figures(self, config: Config, compiled: Compiled | None) -> Row:
+        return replace(super().figures(config, compiled), max_error=self._max_errors.get(config))
 
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
         pass  # the study is of times, and there is none
@@ -155,12 +159,8 @@ class Survey(CandidateSearch):
             self._unable = str(error)
             return None
         self._store.record_verification(variant_id, verification)
+        self._max_errors[host_variant.source.config] = verification.max_error
         return verification
-
-    def _predicted(self, config: Config, resources: CompiledResources | None) -> Row:
-        found = predict(self.problem, config, self.device, resources, emulate=self.options.emulate)
-        row = self.row(preset_name(config) or "candidate", config, resources)
-        return replace(row, predicted_ms=None if self.options.emulate else found.ms, predicted_cycles=found.cycles)
 
 
 def _survey_order(row: Row) -> tuple[float, int, int, str]:

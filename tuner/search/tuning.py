@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...db.errors import DatabaseError, InvalidRecord
-from ...db.records import Environment
+from ...db.records import Environment, StoredMeasurement
 from ...gen.build.jobs import Variant
 from ...gen.device import Device
 from ...gen.errors import BwdtuneError
 from ...gen.families import PRESETS, Config, preset_name, short_form
 from ...gen.problem import Problem
 from ...gen.space import refusal, space_hash
+from ..lab.peers import DEFAULT
 from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import SEARCH_POLICY, Cycles, Timing, Timings
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
@@ -61,6 +62,10 @@ class Tuning(CandidateSearch):
         self._store: SearchStore = SearchStore(store, problem, options, environment, self._patience)
         self._costs: dict[Config, float] = {}
         self._timings: dict[Config, Timing] = {}  # of this search
+        self._cycles: dict[Config, Cycles] = {}
+        self._max_errors: dict[Config, float] = {}
+        self._answers: dict[Config, StoredMeasurement] = {}  # stored results in place of a measurement
+        self._default_cost: float | None = None
         self._unfit: dict[Config, str] = {}
         self._incumbent: Variant | None = None
         self._noisy = 0
@@ -134,6 +139,7 @@ class Tuning(CandidateSearch):
         stored = self._store.measurement_of(candidate.config, candidate.source, machine_code)
         if stored is None:
             return None
+        self._answers[candidate.config] = stored
         return self._outcome(stored.record.cycles if self.options.emulate else stored.record.median_ms)
 
     def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
@@ -141,7 +147,7 @@ class Tuning(CandidateSearch):
             self._store.record_variant(compiled.limits_variant)
         variant_id = self._store.record_variant(compiled.variant) if compiled.variant else None
         if compiled.refused or compiled.variant is None or variant_id is None:
-            return compiled.refused or Outcome("failed", reason="it was not compiled")
+            return compiled.refused or Outcome("failed", reason="it was not compiled", kind="compiler")
         if known := self._measured(candidate, compiled.variant.machine_code):
             self.counts.stored += 1  # other text of the same kernel
             return known
@@ -155,9 +161,9 @@ class Tuning(CandidateSearch):
                 return self._judged(compiled.variant, variant_id, alone=True)
         except CandidateError as error:
             twice = " (twice)" if error.fault.maybe_from_outside else ""
-            return Outcome("failed", reason=f"{error}{twice}", fault=error.fault)
+            return Outcome("failed", reason=f"{error}{twice}", fault=error.fault, kind=error.fault.kind)
         except InvalidRecord as error:
-            return Outcome("failed", reason=str(error))
+            return Outcome("failed", reason=str(error), kind="timing")
 
     def _judged(self, variant: Variant, variant_id: int, *, alone: bool = False) -> Outcome:
         """The third gate and the time of a candidate.
@@ -175,14 +181,17 @@ class Tuning(CandidateSearch):
         with self.wait("verify"):
             verification = self._bench.verify(self.problem, variant)
         self._store.record_verification(variant_id, verification)
+        self._max_errors[config] = verification.max_error
         if not verification.passed:
-            return Outcome("failed", reason=f"wrong: {verification.reason}")
+            return Outcome("failed", reason=f"wrong: {verification.reason}", kind="gradients")
         timings = self._time(variant) if alone else self._time_beside_incumbent(variant)
         outcome = self._outcome(self._cost(config, timings))
         if outcome.cost is None:
             return outcome
         self._store.record_timing(variant_id, config, timings, self._policy)
         self._timings[config] = timings[config.id]
+        if config.id in timings.cycles:
+            self._cycles[config] = timings.cycles[config.id]
         self.counts.measured += 1
         # Cycles do not depend on the clock: nothing has to run beside an emulated one.
         if not self.options.emulate and (self.best is None or outcome.cost < self.best[1]):
@@ -197,11 +206,43 @@ class Tuning(CandidateSearch):
         """
         incumbent = self._incumbent.source.config if self._incumbent else None
         if self.options.emulate or incumbent is None or incumbent.id not in timings or incumbent == config:
-            return timings.cost(config.id, by_cycles=self.options.emulate is not None)
-        return self._costs[incumbent] * timings.ratio(config.id, incumbent.id).median
+            cost = timings.cost(config.id, by_cycles=self.options.emulate is not None)
+        else:
+            cost = self._costs[incumbent] * timings.ratio(config.id, incumbent.id).median
+        if DEFAULT in timings:
+            self._default_cost = cost * timings.ratio(DEFAULT, config.id).median
+        return cost
+
+    def references(self) -> tuple[tuple[str, float] | None, float | None]:
+        presets = {name: self._costs[config] for name, config in PRESETS.items() if config in self._costs}
+        return min(presets.items(), key=lambda one: one[1], default=None), self._default_cost
 
     def _outcome(self, cost: float | None) -> Outcome:
         return Outcome.timed(math.nan if cost is None else cost, "cycles" if self.options.emulate else "ms")
+
+    def figures(self, config: Config, compiled: Compiled | None) -> Row:
+        row = super().figures(config, compiled)
+        if stored := self._answers.get(config):
+            return self._with_stored(row, stored)
+        if counted := self._cycles.get(config):
+            row = row.with_cycles(counted, self.problem, self.device)
+        timing = None if self.options.emulate else self._timings.get(config)
+        return replace(row, timing=timing, max_error=self._max_errors.get(config))
+
+    def _with_stored(self, row: Row, stored: StoredMeasurement) -> Row:
+        """A row with what was measured of it before."""
+        record, variant = stored.record, stored.variant
+        if record.cycles is not None:
+            counted = Cycles(record.cycles, record.cycles, record.cycles, record.samples)
+            row = row.with_cycles(counted, self.problem, self.device)
+        else:
+            row = replace(row, timing=Timing(record.median_ms, record.low_ms, record.high_ms, record.samples))
+        return replace(
+            row,
+            max_error=stored.verification.max_error if stored.verification else None,
+            registers=variant.registers,
+            spill_bytes=variant.spill_bytes,
+        )
 
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
         self._patience(lambda: self._log.add(candidate.config, outcome, self._store.search_id))
@@ -222,14 +263,14 @@ class Tuning(CandidateSearch):
         """
         beside = [variant, *filter(None, [self._incumbent])]
         try:
-            timings = self._time(*beside)
+            timings = self._time(*beside, peers=self._reference())
             if timings.notice:
-                timings = self._time(*beside)
+                timings = self._time(*beside, peers=self._reference())
         except CandidateError as error:
             if self._incumbent is None or error.candidate != self._incumbent.source.config.id:
                 raise
             self._incumbent = None  # it may have been struck by what this candidate left behind
-            timings = self._time(variant)
+            timings = self._time(variant, peers=self._reference())
         slowed = ""
         if self._incumbent and not timings.notice:
             config = self._incumbent.source.config
@@ -242,9 +283,13 @@ class Tuning(CandidateSearch):
                 self.notice(timings.notice or slowed)
         return timings
 
-    def _time(self, *variants: Variant) -> Timings:
+    def _time(self, *variants: Variant, peers: Sequence[str] = ()) -> Timings:
         with self.wait("time"):
-            return self._bench.time(self.problem, variants, (), self._policy)
+            return self._bench.time(self.problem, variants, peers, self._policy)
+
+    def _reference(self) -> tuple[str, ...]:
+        """PyTorch's default, beside the first candidate of a search alone: people are told what is gained over it."""
+        return () if self._timings or self.options.emulate else (DEFAULT,)
 
     def _measured_rows(self) -> list[Row]:
         """The best few of this search, from what is in memory."""
@@ -261,17 +306,5 @@ class Tuning(CandidateSearch):
             if stored is None or stored.verification_id is None or not self._store.kept_to_limits(config):
                 continue
             self._store.set_best(stored.id, stored.verification_id, partial=True)
-            record, variant = stored.record, stored.variant
-            row = self.row(preset_name(config) or "best", config)
-            if record.cycles is not None:
-                counted = Cycles(record.cycles, record.cycles, record.cycles, record.samples)
-                row = row.with_cycles(counted, self.problem, self.device)
-            else:
-                row = replace(row, timing=Timing(record.median_ms, record.low_ms, record.high_ms, record.samples))
-            return replace(
-                row,
-                max_error=stored.verification.max_error if stored.verification else None,
-                registers=variant.registers,
-                spill_bytes=variant.spill_bytes,
-            )
+            return self._with_stored(self.row(preset_name(config) or "best", config), stored)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import shutil
@@ -25,6 +26,7 @@ from covering import valid_presets
 from rich.console import Console
 from search_fakes import (
     ENVIRONMENT,
+    PEER_MS,
     PROBLEM,
     TINY,
     TINY_PROBLEM,
@@ -50,7 +52,7 @@ from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
 from bwdtune.gen.space import refusal
 from bwdtune.tuner.lab.gpu_client import Worker
-from bwdtune.tuner.lab.peers import PEERS
+from bwdtune.tuner.lab.peers import DEFAULT, PEERS
 from bwdtune.tuner.lab.protocol import CandidateError, Fault, WorkerError
 from bwdtune.tuner.lab.timing import SEARCH_POLICY, Timing, Timings, TimingStyle
 from bwdtune.tuner.search import candidates, progress, proposals
@@ -442,8 +444,8 @@ def test_spills_over_the_bound_are_refused_but_not_of_presets(database: Path) ->
 def test_the_incumbent_is_timed_beside_each_candidate(database: Path) -> None:
     bench = FakeBench()
     run_search(database, trials=10, bench=bench)
-    searched = [names for names in bench.timed if not set(names) & set(PEERS)]
-    assert len(searched[0]) == 1
+    searched = [names for names in bench.timed if not set(PEERS) <= set(names)]
+    assert searched[0][1:] == [DEFAULT], "PyTorch's default runs once, beside the first"
     for earlier, names in enumerate(searched[1:], start=1):
         fastest = min(searched[:earlier], key=lambda tried: cost_ms(by_id(tried[0])))[0]
         assert names[1:] == [fastest]
@@ -451,7 +453,7 @@ def test_the_incumbent_is_timed_beside_each_candidate(database: Path) -> None:
     again = FakeBench()
     run_search(database, trials=1, bench=again)
     fastest = min(searched, key=lambda tried: cost_ms(by_id(tried[0])))[0]
-    assert again.timed[0][1:] == [fastest], "also one that an earlier search has found"
+    assert again.timed[0][1:] == [fastest, DEFAULT], "also one that an earlier search has found"
 
 
 def by_id(name: str) -> Config:
@@ -491,7 +493,7 @@ def test_a_noisy_timing_is_repeated_before_it_counts(database: Path) -> None:
         def time(self, problem, variants, peers, policy):
             timings = super().time(problem, variants, peers, policy)
             first = [names[0] for names in self.timed].count(variants[0].source.config.id) == 1
-            if peers or not first:
+            if set(PEERS) <= set(peers) or not first:
                 return timings
             slow = {name: replace(timing, median_ms=99.0, high_ms=99.0) for name, timing in timings.items()}
             return replace(timings, by_name=slow, notice="the times spread by 80%")
@@ -508,7 +510,7 @@ class Near(FakeBench):
 
     def time(self, problem, variants, peers, policy):
         timings = super().time(problem, variants, peers, policy)
-        if not peers:
+        if set(PEERS) > set(peers):
             return timings
         configs = [variant.source.config for variant in variants]
         random = np.random.default_rng(3)
@@ -539,6 +541,8 @@ def test_a_race_is_logged_with_the_cards_state(database: Path) -> None:
     assert race["winner"] == result.winner.config.id
     assert race["gpu"]["clock_mhz"] == 1700.0
     assert race["ratio_to_winner"]["fa"]["told_apart"]
+    assert race["interval_ms"]["fa"] == pytest.approx([5.445, 5.555])
+    assert race["default_kernel"] == "cudnn"
 
 
 @pytest.mark.parametrize("kind", ["killed", "hang"])
@@ -1216,6 +1220,92 @@ def test_progress_tells_the_best_so_far_and_what_fell(database: Path, terminal: 
     assert f"failed {result.counts.failed}" in text
     assert all(f"{short_form(config)}: {reason}" in text for config, reason in result.failures)
     assert ("\x1b[" in text) == terminal
+
+
+def test_progress_tells_what_is_gained_and_how_it_goes(database: Path) -> None:
+    told = Told()
+    builder = FakeBuilder(spills=lambda config, arch: 400 if parameter(config, "stages") == 1 else 0)
+    result = run_search(database, trials=12, progress=told, builder=builder, bench=FakeBench(delay_s=0.01))
+    last = told.statuses[-1]
+    best = next(trial for trial in result.trials if last.best and trial.row.config == last.best[0])
+    preset = min(trial.outcome.cost or math.inf for trial in result.trials if trial.row.kernel != "candidate")
+    text = last.text()
+    assert f"best {best.outcome.cost:.3f} ms, {PEER_MS[DEFAULT] / best.outcome.cost:.2f} × PyTorch's default" in text
+    assert f", {preset / best.outcome.cost:.2f} × v" in text
+    assert f"refused {result.counts.refused / 12:.0%}, failed 0" in text
+    assert replace(last, expected_gain=0.0042).text().endswith(" | 0.42% expected of going on")
+    on_the_way = [status.text() for status in told.statuses if 0 < status.counts.decided < 12]
+    assert all(" a second | " in text and text.endswith(" s left") for text in on_the_way)
+
+
+def test_the_time_left_follows_the_pace_and_the_limit(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = FakeBench()
+    clock = SimpleNamespace(perf_counter=lambda: 2.0 * len(bench.timed), monotonic=lambda: 0.0)  # 2 s a candidate
+    monkeypatch.setattr(progress, "time", clock)
+    told = Told()
+    run_search(database, trials=40, time_s=50, bench=bench, progress=told)
+    left = {status.counts.decided: status.left_s for status in told.statuses if status.phase == "searching"}
+    assert left[0] == 50, "nothing else is known"
+    assert left[10] == 30, "the limit is nearer than the last trial"
+    run_search(database.with_name("other.sqlite"), trials=15, bench=(bench := FakeBench()), progress=(told := Told()))
+    assert next(status.left_s for status in told.statuses if status.counts.decided == 10) == 10
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_durations_for_people(seconds: float, text: str) -> None:
+    assert progress.duration(seconds) == text
+
+
+def test_the_json_of_a_search_has_all_trials(database: Path) -> None:
+    builder = FakeBuilder(
+        broken=lambda config: parameter(config, "stages") == 3,
+        spills=lambda config, arch: 400 if parameter(config, "stages") == 1 else 0,
+    )
+    bench = FakeBench(wrong=lambda config: config == V1, crashing=lambda config: parameter(config, "block_q") == 128)
+    result = run_search(database, trials=40, builder=builder, bench=bench, sampler="random")
+    found = json.loads(json.dumps(result.to_dict()))
+    by_kind: dict[str | None, list[dict[str, Any]]] = {}
+    for trial in found["trials"]:
+        by_kind.setdefault(trial["kind"], []).append(trial)
+    assert [trial["number"] for trial in found["trials"]] == list(range(1, 41))
+    assert set(by_kind) == {None, "compiler", "spills", "gradients", "error"}
+    assert all(parse_config(trial["config"]) == parse_config(trial["short"]) for trial in found["trials"])
+    measured = by_kind[None]
+    assert len(measured) == found["counts"]["measured"]
+    for trial in measured:
+        assert trial["outcome"] == "measured"
+        assert trial["low_ms"] < trial["ms"] < trial["high_ms"]
+        assert trial["predicted_ms"] > 0
+        assert trial["registers"] == 168
+        assert trial["spill_bytes"] == 0 or trial["kernel"] in PRESETS, "which may spill"
+        assert trial["shared_memory_bytes"] > 0
+        assert trial["max_error"] == 0.002
+    assert {trial["spill_bytes"] for trial in by_kind["spills"]} == {400}
+    assert all(trial["outcome"] == "refused" for trial in by_kind["spills"])
+    assert {trial["max_error"] for trial in by_kind["gradients"]} == {0.5}
+    fallen = [{"config": trial["config"], "reason": trial["reason"]} for trial in found["trials"] if trial["kind"]]
+    assert found["failures"] == fallen
+    assert not any(trial["stored"] for trial in found["trials"])
+
+
+def test_stored_results_are_trials_with_their_figures(database: Path) -> None:
+    first = run_search(database, trials=10, sampler="exhaustive")
+    trials_of_first = [trial.row.timing for trial in first.trials]
+    with closing(Store.open(database)) as store:
+        for name in optuna.get_all_study_names(storage := store.optuna_storage()):
+            optuna.delete_study(study_name=name, storage=storage)
+    again = run_search(database, trials=10, sampler="exhaustive")
+    assert all(trial.stored for trial in again.trials)
+    assert [trial.row.timing for trial in again.trials] == trials_of_first
+    assert {trial.row.registers for trial in again.trials} == {168}
+
+
+def test_a_survey_lists_what_is_predicted(database: Path) -> None:
+    found = run_search(database, device=RTX_5090, bench=FakeBench(), measured=False, trials=6).to_dict()
+    assert [(trial["outcome"], trial["ms"]) for trial in found["trials"]] == [("passed", None)] * 6
+    assert all(trial["predicted_ms"] > 0 and trial["max_error"] == 0.002 for trial in found["trials"])
 
 
 def test_overhead_is_small(database: Path) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 VERSION_TABLE = "bwdtune_schema_version"
 """Alembic's version table. Not Alembic's own name for it: Optuna keeps its `alembic_version` in the same database."""
 
-SCHEMA = "0005"
+SCHEMA = "0006"
 """The schema of this version of the program: the newest revision in `migrations`."""
 
 # CHECKs cannot name infinity portably. NaN fails as well: SQLite makes it NULL, PostgreSQL puts it above all numbers.
@@ -257,6 +257,9 @@ class MeasurementRow(Base):
     """Which kernel that was: `records.NO_FUSED_BACKWARD` where PyTorch has none, NULL where it was not determined."""
     search_id: Mapped[int | None] = mapped_column(sa.ForeignKey("searches.id"))
     """NULL in what was stored before searches were."""
+    trusted: Mapped[bool] = mapped_column(server_default=sa.true())
+    """False of what another database claims and was not verified here: it stands in for no measurement, and wins
+    nothing."""
 
 
 def _best_of(kind: str) -> tuple[sa.schema.SchemaItem, ...]:

@@ -267,6 +267,8 @@ class StoredMeasurement:
         verification: Its verdict.
         created_at: UTC.
         search_id: The search that took it; None in what was stored before searches were, or by none.
+        trusted: Whether it was measured by whoever uses this database, or its kernel was verified here since. One that
+            is not is what another database claims: it stands in for no measurement, and wins nothing.
     """
 
     id: int
@@ -278,6 +280,7 @@ class StoredMeasurement:
     verification: VerificationRecord | None
     created_at: datetime
     search_id: int | None = None
+    trusted: bool = True
 
     @property
     def verified(self) -> bool:
@@ -287,8 +290,8 @@ class StoredMeasurement:
 
     @property
     def valid(self) -> bool:
-        """Whether it was measured on a card and its variant is verified: whether it may win."""
-        return self.verified and self.record.kind == MEASURED
+        """Whether it was measured on a card, and its variant is verified: whether it may win."""
+        return self.verified and self.trusted and self.record.kind == MEASURED
 
 
 @dataclass(frozen=True)

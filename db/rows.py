@@ -339,6 +339,7 @@ def stored_measurement(
         verification=_verification(verification) if verification else None,
         created_at=row.created_at.replace(tzinfo=timezone.utc),
         search_id=row.search_id,
+        trusted=row.trusted,
     )
 
 

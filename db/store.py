@@ -278,7 +278,13 @@ class Store:
         return self._write(work)
 
     def record_measurement(
-        self, problem: Problem, variant_id: int, measurement: MeasurementRecord, search_id: int | None = None
+        self,
+        problem: Problem,
+        variant_id: int,
+        measurement: MeasurementRecord,
+        search_id: int | None = None,
+        *,
+        trusted: bool = True,
     ) -> int:
         """Stores a timing.
 
@@ -287,6 +293,7 @@ class Store:
             variant_id: What was timed.
             measurement: The times.
             search_id: The search that took them, of `begin_search`.
+            trusted: As in `StoredMeasurement`.
 
         Returns:
             Its id, for `set_winner`.
@@ -303,6 +310,7 @@ class Store:
                 **rows.measurement_columns(measurement),
                 created_at=_now(),
                 search_id=search_id,
+                trusted=trusted,
             )
             session.add(row)
             session.flush()
@@ -335,6 +343,7 @@ class Store:
             *rows.equal(VariantRow, arch=environment.arch),
             sa.or_(*same),
             *rows.equal(MeasurementRow, kind=kind, **rows.condition_columns(environment, policy, limits)),
+            MeasurementRow.trusted.is_(True),
         ]
         found = self._read(rows.select_measurements(*conditions), rows.stored_measurement)
         return max((one for one in found if one.verified), key=lambda one: one.id, default=None)
@@ -596,6 +605,7 @@ def _check_eligible(
             getattr(measurement, name) != value for name, value in key.items()
         ),
         f"it was {measurement.kind}, not {kind}": measurement.kind != kind,
+        "another database claims it, and its kernel was not verified here": not measurement.trusted,
         "its verification is of another problem or variant": (verification.problem_id, verification.variant_id)
         != (problem_id, variant_id),
         "it did not pass verification": not verification.passed
@@ -633,6 +643,7 @@ def _beats(session: Session, challenger: MeasurementRow, partial: bool, present:
         sa.select(column)
         .where(
             MeasurementRow.variant_id.in_(todays),
+            MeasurementRow.trusted.is_(True),
             *rows.equal(
                 MeasurementRow,
                 **{

@@ -687,7 +687,7 @@ def test_what_past_versions_wrote_opens_for_ever(database: Path, path: Path) -> 
             [] if path.stem < "schema_5" else ["complete", "complete", "running"]
         )
         took = searches[0].id if searches else None
-        assert {one.search_id for one in history.measurements} == {took}
+        assert {(one.search_id, one.trusted) for one in history.measurements} == {(took, True)}
         assert history.searches == tuple(searches[:1])
         study = optuna.load_study(storage=store.optuna_storage(), study_name="a study")
         assert [trial.value for trial in study.trials] == [4.0]

@@ -145,6 +145,30 @@ def test_a_time_from_other_conditions_does_not_block_a_winner(any_examples: Any,
     assert any_examples.propose(challenger)
 
 
+def test_what_another_database_claims_neither_wins_nor_stands_in_for_a_measurement(any_examples: Any) -> None:
+    store, problem = any_examples.store, any_examples.problem
+    honest = any_examples.contender(PRESETS["v1"], 5.0)
+    (stored,) = store.measurements(problem)
+    claims = {
+        time_ms: store.record_measurement(
+            problem,
+            stored.variant_id,
+            replace(stored.record, median_ms=time_ms, low_ms=0.01, high_ms=99.0),
+            trusted=False,
+        )
+        for time_ms in (0.02, 98.0)
+    }
+    with pytest.raises(NotAWinner, match="claims"):
+        any_examples.propose((claims[0.02], honest[1]))
+    any_examples.propose(honest)
+    assert not any_examples.propose(any_examples.contender(PRESETS["v2"], 6.0)), "98 ms are only claimed"
+    conditions = {"policy": "search-1", "source_hash": render(PROBLEM, PRESETS["v1"]).hash}
+    found = store.measurement_for(problem, PRESETS["v1"], any_examples.environment, **conditions)
+    assert found.record.median_ms == 5.0
+    valid = {one.record.median_ms: one.valid for one in store.measurements(problem)}
+    assert valid == {0.02: False, 98.0: False, 5.0: True, 6.0: True}
+
+
 def test_a_winner_of_other_text_counts_where_its_machine_code_is_the_same(any_examples: Any) -> None:
     old = any_examples.variant(PRESETS["v1"], source_hash="the text of before")
     any_examples.propose((any_examples.measurement(old, 4.0), any_examples.verification(old)))

@@ -296,7 +296,7 @@ def _measurements_table(measurements: Sequence[StoredMeasurement]) -> TextTable:
         ],
     )
     for measurement in measurements:
-        record, variant, verification = measurement.record, measurement.variant, measurement.verification
+        record, variant = measurement.record, measurement.variant
         emulated = record.kind == EMULATED
         table.add_row(
             short_form(variant.config),
@@ -306,12 +306,18 @@ def _measurements_table(measurements: Sequence[StoredMeasurement]) -> TextTable:
             "-" if emulated else f"{record.low_ms:.3f} to {record.high_ms:.3f}",
             "-" if record.cycles is None else f"{record.cycles / 1e6:.3f}",
             f"{record.samples}",
-            f"{verification.max_error:.1e}" if verification else "not verified",
+            _verified(measurement),
             "-" if variant.registers is None else f"{variant.registers}",
             "-" if variant.spill_bytes is None else f"{variant.spill_bytes:,}",
             record.policy,
         )
     return table
+
+
+def _verified(measurement: StoredMeasurement) -> str:
+    if not measurement.trusted:
+        return "claimed, not verified"
+    return f"{measurement.verification.max_error:.1e}" if measurement.verification else "not verified"
 
 
 def _failures_table(history: ProblemHistory) -> TextTable:
@@ -340,6 +346,7 @@ def _measurement_to_dict(measurement: StoredMeasurement) -> dict[str, Any]:
         "kind": record.kind,
         "policy": record.policy,
         "search": measurement.search_id,
+        "trusted": measurement.trusted,
         "ms": None if emulated else record.median_ms,
         "low_ms": None if emulated else record.low_ms,
         "high_ms": None if emulated else record.high_ms,

@@ -1,7 +1,6 @@
 """A rank of distributed training steps, without and with `enable`: ``distributed_ranks.py RANK RANKS STORE WAY…``.
 
-On CPUs the ranks talk through gloo. On GPUs each has its own, and they talk through NCCL; fewer GPUs than ranks are
-shared, through gloo.
+On CPUs the ranks talk through gloo; on GPUs, one for each rank, through NCCL.
 """
 
 from __future__ import annotations
@@ -100,16 +99,15 @@ WAYS: dict[str, Callable[[torch.device], Gradients]] = {
 
 def main(rank: int, ranks: int, store: str, ways: list[str]) -> None:
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
-    own_gpus = on_gpu and torch.cuda.device_count() >= ranks
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     distributed.init_process_group(
-        "nccl" if own_gpus else "gloo",
+        "nccl" if on_gpu else "gloo",
         store=distributed.FileStore(store, ranks),
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=300),
     )
     try:
         kernels = _kernels(on_gpu)

@@ -99,6 +99,59 @@ def exported(*inputs: torch.Tensor) -> Gradients:
     return torch.autograd.grad(program.module()(*inputs), inputs)
 
 
+def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Gradients:
+    """The sequence in two parts, as `context_parallel` has one on each rank, whose calls are the same.
+
+    The second part's queries meet both parts' keys in a call each; each backward is given the merged log-sum-exp.
+    """
+    half = q.shape[2] // 2
+    (q0, k0, v0), (q1, k1, v1) = ([one[:, :, :half] for one in (q, k, v)], [one[:, :, half:] for one in (q, k, v)])
+    (out0, lse0, *rest0), (own, own_lse, *own_rest), (other, other_lse, *other_rest) = (
+        _flash(q0, k0, v0, True),
+        _flash(q1, k1, v1, True),
+        _flash(q1, k0, v0, False),
+    )
+    lse1 = torch.logaddexp(own_lse, other_lse)
+    out1 = sum(out.float() * (lse - lse1).exp().unsqueeze(-1) for out, lse in ((own, own_lse), (other, other_lse)))
+    out1 = out1.to(q.dtype)
+    # Of the sum of squares.
+    dout0, dout1 = ((2 * out.float()).to(q.dtype) for out in (out0, out1))
+    first = _flash_backward(dout0, q0, k0, v0, out0, lse0, rest0, True)
+    second = _flash_backward(dout1, q1, k1, v1, out1, lse1, own_rest, True)
+    across = _flash_backward(dout1, q1, k0, v0, out1, lse1, other_rest, False)
+    dq = torch.cat([first[0], second[0] + across[0]], 2)
+    return (
+        dq,
+        *(torch.cat([one + more, two], 2) for one, more, two in zip(first[1:], across[1:], second[1:], strict=True)),
+    )
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> tuple[Any, ...]:
+    if q.is_cuda:
+        return tuple(torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal))
+    return tuple(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal))
+
+
+def _flash_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rest: list[Any],
+    is_causal: bool,
+) -> Gradients:
+    aten = torch.ops.aten
+    if q.is_cuda:
+        starts_q, starts_kv, longest_q, longest_kv, seed, offset, _ = rest
+        backward = aten._scaled_dot_product_flash_attention_backward
+        lengths = (starts_q, starts_kv, longest_q, longest_kv)
+        return tuple(backward(dout, q, k, v, out, lse, *lengths, 0.0, is_causal, seed, offset))
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return tuple(backward(dout, q, k, v, out, lse, 0.0, is_causal))
+
+
 WAYS_IN: dict[str, Callable[..., Gradients]] = {
     "eager": eager,
     "function imported before": function_imported_before,
@@ -115,4 +168,5 @@ WAYS_IN: dict[str, Callable[..., Gradients]] = {
     "torch.jit.script": scripted,
     "torch.fx": symbolically_traced,
     "torch.export": exported,
+    "ring attention": ring,
 }

@@ -20,6 +20,7 @@ from pathlib import Path
 from bwdtune.gen.build.jobs import Variant, build
 from bwdtune.gen.build.limits import job_limit
 from bwdtune.gen.device import Device
+from bwdtune.gen.emulation import EMULATED_CARDS
 from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
@@ -27,8 +28,7 @@ from bwdtune.gen.space import refusal, valid_configs
 from bwdtune.runtime.gpu import current_device, environment
 from bwdtune.tuner.lab.gpu_client import CandidateError, Worker
 from bwdtune.tuner.lab.timing import Policy
-from bwdtune.tuner.search.candidates import SPILL_BOUND_BYTES
-from bwdtune.tuner.search.options import LIMITS
+from bwdtune.tuner.search.gates import SPILL_BOUND_BYTES
 from bwdtune.tuner.search.sweep import Sweep, SweepRow, stratified
 
 POLICY = Policy(warmup_ms=1, budget_ms=30, min_samples=5, max_samples=15)
@@ -42,7 +42,7 @@ def main() -> int:
     options = _arguments()
     start = time.monotonic()
     device = current_device()
-    space = LIMITS[options.limits] if options.limits else device
+    space = EMULATED_CARDS[options.limits] if options.limits else device
     problems = [Problem.parse(shape, dtype=options.dtype, causal=options.causal) for shape in options.shape]
     if len({problem.kernel_spec for problem in problems}) != 1:
         sys.exit("the shapes must be of one kind, so that they share compiled kernels")
@@ -80,7 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("-o", "--output", action="append", type=Path, default=[], help="the file of each shape")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--limits", choices=sorted(LIMITS))
+    parser.add_argument("--limits", choices=sorted(EMULATED_CARDS))
     parser.add_argument("--count", type=int, default=420, help="configurations to draw")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cache", type=Path)

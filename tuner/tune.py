@@ -40,6 +40,8 @@ def tune(
     limits: str | None = None,
     emulate: str | None = None,
     timing: str = "",
+    without_head_start: bool = False,
+    min_gain: float = SearchOptions.min_gain,
     arch: str | None = None,
     database: str | Path | None = None,
     cache: Path | None = None,
@@ -61,6 +63,8 @@ def tune(
         limits: Keep to another card's limits, such as ``sm_120``.
         emulate: Slow the GPU to another card's pace, and rank by cycles.
         timing: How kernels are timed: words of `lab.timing.TIMING_STYLES` between commas.
+        without_head_start: Withhold presets, shipped configurations and what won in the database.
+        min_gain: End when the trials that are left are expected to gain less (0.001: 0.1 %); 0 tries them all.
         arch: The compile target; None for the GPU's.
         database: Where results go: a path or an SQLAlchemy URL; None for the usual place.
         cache: Where compiled kernels are kept; None for the usual place.
@@ -82,6 +86,8 @@ def tune(
         limits=limits,
         emulate=emulate,
         timing=TimingStyle.parse(timing),
+        without_head_start=without_head_start,
+        min_gain=min_gain,
     )
     if isinstance(problem, str):
         problem = Problem.parse(problem, **described)

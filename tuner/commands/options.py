@@ -50,6 +50,13 @@ TimingOption = Annotated[
         help=f"How kernels are timed, by words between commas: {'; '.join(map(' or '.join, TIMING_STYLES.values()))}.",
     ),
 ]
+MinGainOption = Annotated[
+    float,
+    typer.Option(
+        "--min-gain",
+        help="End when the trials that are left are expected to gain less (0.001: 0.1 %); 0 tries them all.",
+    ),
+]
 ArchOption = Annotated[str | None, typer.Option("--arch", help="Compile target, such as sm_120a. Default: the GPU's.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 KernelOption = Annotated[str, typer.Option("--kernel", "--config", help=f"{NAMED_KERNEL}.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -10,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...gen.errors import UsageError
-from ...gen.families import PRESETS, Config
 from ...gen.problem import Problem
 from ..search.options import SAMPLERS, SearchOptions
-from .options import DatabaseOption, JsonOption, for_shapes
+from .options import DatabaseOption, JsonOption, MinGainOption, for_shapes
 from .output import print_result
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def command(
     without_head_start: Annotated[
         bool, typer.Option("--without-head-start", help="Withhold presets and shipped configurations.")
     ] = False,
+    min_gain: MinGainOption = SearchOptions.min_gain,
     as_json: JsonOption = False,
 ) -> None:
     """Replay a sampler against recorded sweeps, beside random choice.
@@ -45,6 +46,7 @@ def command(
     over them, with timings that scatter by half a percent; its gap is how much longer the best of its finalists takes
     than the best of the sweep. Options of the problem, such as --causal, belong to --shape.
     """
+    from ..search.head_starts import head_starts
     from ..search.replay import model_quality, replay
     from ..search.sweep import Sweep
 
@@ -58,11 +60,11 @@ def command(
     if shape is not None:
         problem = problem_of(shape)
         named[problem.label] = _stored(problem, database)
-    options: dict[str, Any] = {"withheld" if without_head_start else "first": _head_start()}
+    options: dict[str, Any] = {"withheld" if without_head_start else "first": head_starts()}
     rows = []
     for name, sweep in named.items():
         found = [
-            replay(sweep, each, candidates=candidates, seeds=range(seeds), **options)
+            replay(sweep, each, candidates=candidates, seeds=range(seeds), min_gain=min_gain, **options)
             for each in dict.fromkeys((sampler, "random"))
         ]
         rows.append((name, sweep, found, model_quality(sweep)))
@@ -81,12 +83,6 @@ def command(
     print_result(data, [_table(rows)], as_json)
 
 
-def _head_start() -> list[Config]:
-    from ...db.shipped import read_shipped
-
-    return list(dict.fromkeys([*PRESETS.values(), *(row.config for row in read_shipped())]))
-
-
 def _stored(problem: Problem, database: str | None) -> Sweep:
     from ...db.store import Store
     from ..search.sweep import sweep_of
@@ -98,12 +94,14 @@ def _stored(problem: Problem, database: str | None) -> Sweep:
 def _table(rows: list[tuple[str, Sweep, list[Replay], ModelQuality]]) -> Table:
     from rich.table import Table
 
-    table = Table("sweep", "sampler", "median gap", "within 1 %", "rank correlation", "of the top tenth", "spill AUC")
+    models = ("rank correlation", "of the top tenth", "spill AUC")
+    table = Table("sweep", "sampler", "decided", "median gap", "within 1 %", *models)
     for name, _, found, quality in rows:
         for one in found:
             table.add_row(
                 name,
                 one.sampler,
+                f"{statistics.mean(one.decided):.1f}",
                 f"{one.median_gap:.2%}",
                 f"{one.share_within_1_percent:.0%}",
                 f"{quality.rank_correlation:.2f}",

@@ -18,6 +18,7 @@ from .options import (
     EmulateOption,
     JsonOption,
     LimitsOption,
+    MinGainOption,
     TimingOption,
     for_problem,
 )
@@ -40,6 +41,11 @@ def command(
     ] = None,
     sampler: Annotated[str, typer.Option("--sampler", help=f"{', '.join(SAMPLERS)}.")] = SearchOptions.sampler,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the sampler's choices repeatable.")] = None,
+    min_gain: MinGainOption = SearchOptions.min_gain,
+    without_head_start: Annotated[
+        bool,
+        typer.Option("--without-head-start", help="Withhold presets, shipped configurations and what won before."),
+    ] = False,
     timing: TimingOption = "",
     limits: LimitsOption = None,
     emulate: EmulateOption = None,
@@ -62,6 +68,8 @@ def command(
         timing=TimingStyle.parse(timing),
         limits=limits,
         emulate=emulate,
+        without_head_start=without_head_start,
+        min_gain=min_gain,
     )
     from ..search.progress import progress_for
     from ..tune import run_search

@@ -7,7 +7,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,10 +16,11 @@ from ...db.records import Environment, SearchRecord
 from ...gen.build.jobs import CompiledResources, Variant, job_limit
 from ...gen.device import Device
 from ...gen.emulation import EMULATED_CARDS, emulation
+from ...gen.errors import UsageError
 from ...gen.families import Config, preset_name
 from ...gen.problem import Problem
 from ...gen.render import Source, render
-from ...gen.space import refusals, valid_configs
+from ...gen.space import refusal, refusals, valid_configs
 from ..interrupts import Interrupts
 from .compilers import Compilers
 from .cost_model import predict
@@ -90,6 +91,7 @@ class CandidateSearch(ABC):
         builder: Compiles.
         progress: Is told how it goes.
         machine: Where it runs.
+        withheld: Configurations that are no part of the space, and do not race.
 
     Attributes:
         study: The name of the study that has its trials; empty where there is none.
@@ -110,6 +112,7 @@ class CandidateSearch(ABC):
         builder: Builder,
         progress: Progress,
         machine: Machine,
+        withheld: Collection[Config],
     ) -> None:
         self.clock = PhaseClock()
         self._machine = machine
@@ -117,12 +120,17 @@ class CandidateSearch(ABC):
         self.space_device = EMULATED_CARDS[options.within] if options.within else device
         if options.emulate:
             emulation(options.emulate, device)  # refuses a card that cannot
-        self.configs = valid_configs(problem, self.space_device)
-        refused = refusals(problem, self.space_device)
+        self.withheld = frozenset(withheld)
+        with self.clock.phase("begin"):
+            valid, refused = valid_configs(problem, self.space_device), refusals(problem, self.space_device)
+            self.configs = tuple(config for config in valid if config not in self.withheld)
+        if not self.configs:
+            raise UsageError(f"all that fits {problem.label} on {self.space_device.name} is withheld as a head start")
         self.counts = Counts(valid=len(self.configs), refused_by_arithmetic=refused.total())
         self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed
         self.notes: list[str] = []
         self.best: tuple[Config, float] | None = None
+        self.expected_gain: float | None = None
         self._refusals = kinds_of_refusal(refused, self.space_device)
         self._trials: list[Trial] = []
         self._pace = Pace()
@@ -229,6 +237,9 @@ class CandidateSearch(ABC):
         self.tell("searching")
         while not self._time_is_up():
             while len(waiting) < LOOK_AHEAD and proposed < self._total:
+                if not self._is_worth_it(proposals, self._total - proposed):
+                    self._total = proposed
+                    break
                 waiting.append(self._propose(proposals))
                 proposed += 1
             if not waiting:
@@ -272,12 +283,8 @@ class CandidateSearch(ABC):
         Raises:
             KeyboardInterrupt: One came, now or before.
         """
-        start = time.perf_counter()
-        try:
-            with self._interrupts.striking():
-                yield
-        finally:
-            self.clock.add(phase, time.perf_counter() - start)
+        with self.clock.phase(phase), self._interrupts.striking():
+            yield
 
     def tell(self, phase: str, last: tuple[Config, str] | None = None) -> None:
         """Tells people where it stands."""
@@ -295,6 +302,7 @@ class CandidateSearch(ABC):
                 default_cost=default_cost,
                 per_second=self._pace.per_second,
                 left_s=min((seconds for seconds in left_s if seconds is not None), default=None),
+                expected_gain=self.expected_gain,
             )
         )
 
@@ -306,6 +314,12 @@ class CandidateSearch(ABC):
         """A note that is shown now and listed at the end."""
         self.notes.append(text)
         self._progress.notice(text)
+
+    def unfit(self, config: Config) -> str | None:
+        """Why a configuration is no part of this search's space; None where it is."""
+        if config in self.withheld:
+            return "withheld"
+        return refusal(self.problem, config, self.space_device)
 
     def row(self, kernel: str, config: Config, compiled: CompiledResources | None = None, note: str = "") -> Row:
         """A row with a configuration's resources and no time."""
@@ -349,13 +363,27 @@ class CandidateSearch(ABC):
             arithmetic_refusals=self._refusals,
             trials=tuple(self._trials),
             seconds=self.clock.seconds(),
+            expected_gain=self.expected_gain,
             notes=tuple(self.notes),
             emulate=self.options.emulate,
             error=error,
         )
 
+    def _is_worth_it(self, proposals: Proposals, left: int) -> bool:
+        """Whether the trials that are left can be expected to gain something."""
+        with self.clock.phase("propose"):
+            self.expected_gain = proposals.expected_gain(left)
+        if self.expected_gain is None or self.expected_gain >= self.options.min_gain:
+            return True
+        self.notice(
+            f"the {left} trials that are left are expected to gain {self.expected_gain:.2%}, less than "
+            f"{self.options.min_gain:.2%}: the search ends here (--min-gain 0 goes on)"
+        )
+        return False
+
     def _propose(self, proposals: Proposals) -> Candidate:
-        proposal = proposals.next()
+        with self.clock.phase("propose"):
+            proposal = proposals.next()
         assert proposal, "there are no more trials than configurations"
         candidate = Candidate(proposal.config, self.source(proposal.config), proposal)
         known = self.known_outcome(candidate)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,9 @@ from ...gen.families import FAMILIES, Config
 from ...gen.problem import Problem
 from .cost_model import predict
 
+if TYPE_CHECKING:
+    from sklearn.gaussian_process import GaussianProcessRegressor
+
 Floats = NDArray[np.float64]
 
 POOL = 12_288
@@ -26,12 +31,30 @@ POOL = 12_288
 
 _SHORTLIST = 1_024  # of the pool, by the linear part of the model: the Gaussian process judges these alone
 
+_FORESEEN = 60  # trials that the expected gain is computed of: what comes later adds little
+_FUTURES = 256  # that are drawn for it
+_JUDGED_BY = 6  # outcomes, before they say how sure the process may be of itself
+
 # Standard deviations of the logarithm of time. Chosen by `tuner replay` over the recorded sweeps.
 _PARAMETER_EFFECT = 0.05
 _INTERACTION = 0.08
 _FAMILY_OFFSET = 0.10
 _NOISE = 0.012
 _INTERACTION_RANGE = 1.7  # configurations whose parameters differ in 2 x 1.7^2 places have little in common
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a learner would try next.
+
+    Attributes:
+        index: The configuration's.
+        expected_gain: How much less than the best so far the best of the trials that are left is expected to cost,
+            relative to it; None while nothing is measured.
+    """
+
+    index: int
+    expected_gain: float | None
 
 
 class Learner:
@@ -71,8 +94,13 @@ class Learner:
         return self._prior[index]
 
     def choose(
-        self, untried: Set[int], measured: Mapping[int, float], refused: Sequence[int], pending: Sequence[int]
-    ) -> int:
+        self,
+        untried: Set[int],
+        measured: Mapping[int, float],
+        refused: Sequence[int],
+        pending: Sequence[int],
+        left: int = 1,
+    ) -> Choice:
         """The configuration to try next.
 
         Args:
@@ -80,6 +108,7 @@ class Learner:
             measured: Costs (ms, cycles or a ratio) by index.
             refused: What the compiler gate refused.
             pending: What was proposed and has no outcome yet.
+            left: Trials that are left, this one included.
         """
         pool = np.array([index for index in self._pool if index in untried] or sorted(untried)[:POOL])
         prior = np.array([self.predicted(index) for index in pool])
@@ -88,13 +117,22 @@ class Learner:
         shift = float(np.median(offsets)) if len(known) else 0.0
         rows, residuals = self._matrix(known), offsets - shift
         shortlist = self._shortlist(pool, prior, rows, residuals)
-        mean, deviation = self._judge(shortlist, rows, residuals, pending)
-        mean += np.array([self.predicted(index) for index in shortlist]) + shift
+        mean, deviation, process = self._judge(shortlist, rows, residuals, pending)
+        expected = np.array([self.predicted(index) for index in shortlist]) + shift
+        mean += expected
         if measured:
             worth = _expected_improvement(mean, deviation, math.log(min(measured.values())))
         else:  # nothing to improve on yet: the lowest bound, which spreads what is tried at once
             worth = np.exp(0.5 * deviation - mean)
-        return int(shortlist[(worth * self._chance_to_compile(shortlist, measured, refused)).argmax()])
+        chances = self._chance_to_compile(shortlist, measured, refused)
+        best_first = np.argsort(-worth * chances, kind="stable")
+        gain = None
+        if measured:
+            likeliest = best_first[: min(left, _FORESEEN)]
+            mean, covariance = process.predict(self._matrix(shortlist[likeliest]), return_cov=True)
+            mean += expected[likeliest] - math.log(min(measured.values()))
+            gain = _expected_gain(mean, covariance * _surprise(process) ** 2, chances[likeliest])
+        return Choice(int(shortlist[best_first[0]]), gain)
 
     def add_neighbours(self, index: int, neighbours: Sequence[int]) -> None:
         """Has the pool take in what differs from a new best in one parameter."""
@@ -117,8 +155,8 @@ class Learner:
         rows: Floats,
         residuals: Floats,
         pending: Sequence[int],
-    ) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of the residual.
+    ) -> tuple[Floats, Floats, GaussianProcessRegressor]:
+        """Mean and standard deviation of the residual, and the process that knows all but what is pending.
 
         What is pending counts as if it came out as expected: its mean teaches nothing, but nobody need look there.
         """
@@ -135,7 +173,7 @@ class Learner:
             fuller.fit(np.array([*rows, *ahead]), believed)
             _, deviation = fuller.predict(wanted, return_std=True)
         # Of a single row scikit-learn's unfitted process makes a scalar.
-        return np.atleast_1d(mean), np.atleast_1d(deviation)
+        return np.atleast_1d(mean), np.atleast_1d(deviation * _surprise(process)), process
 
     def _chance_to_compile(
         self, shortlist: NDArray[np.int64], measured: Mapping[int, float], refused: Sequence[int]
@@ -215,6 +253,36 @@ def _kernel() -> object:
 
     linear = ConstantKernel(_PARAMETER_EFFECT**2) * DotProduct(sigma_0=1e-3)
     return linear + ConstantKernel(_INTERACTION**2) * RBF(_INTERACTION_RANGE)
+
+
+def _surprise(process: GaussianProcessRegressor) -> float:
+    """By how much the outcomes lie further from what the others let expect than the process says: 1 or more.
+
+    Where the cost model and its residual have little to do with the times, the process must not be sure of itself.
+    What the others let expect has a closed form (Rasmussen and Williams 2006, "Gaussian Processes for Machine
+    Learning", 5.4.2).
+    """
+    from scipy.linalg import cho_solve
+
+    if not hasattr(process, "L_") or len(process.L_) < _JUDGED_BY:
+        return 1.0
+    precision = np.diag(cho_solve((process.L_, True), np.eye(len(process.L_))))
+    errors = np.ravel(process.alpha_) / np.sqrt(precision)
+    return max(1.0, float(np.sqrt(np.mean(errors**2))))
+
+
+def _expected_gain(mean: Floats, covariance: Floats, chances: Floats) -> float:
+    """How much less than the incumbent the best of some configurations is expected to cost.
+
+    Args:
+        mean: Logarithms of their costs, the incumbent's being 0.
+        covariance: Of them.
+        chances: Of each to pass the compiler gate.
+    """
+    random = np.random.default_rng(0)
+    draws = random.multivariate_normal(mean, covariance, _FUTURES, method="cholesky", check_valid="ignore")
+    draws[random.random(draws.shape) > chances] = 0.0
+    return float(-np.expm1(np.minimum(draws.min(axis=1), 0.0)).mean())
 
 
 def _expected_improvement(mean: Floats, deviation: Floats, best: float) -> Floats:

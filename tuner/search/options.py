@@ -27,6 +27,10 @@ class SearchOptions:
         emulate: A card whose pace candidates are slowed to, and whose limits they keep to: such a key, or None. They
             are then ranked by cycles.
         timing: How candidates are timed: see `TimingStyle`.
+        without_head_start: Withhold presets, shipped configurations and all that won in the database: they are no part
+            of the space, and do not race.
+        min_gain: The learned sampler proposes no further candidate when those that are left are expected to gain less,
+            relative to the best so far (0.001: 0.1 %); 0 goes on to the last trial.
 
     Raises:
         UsageError: One of them is impossible.
@@ -39,6 +43,8 @@ class SearchOptions:
     limits: str | None = None
     emulate: str | None = None
     timing: TimingStyle = field(default_factory=TimingStyle)
+    without_head_start: bool = False
+    min_gain: float = 0.001
 
     @property
     def within(self) -> str | None:
@@ -53,6 +59,8 @@ class SearchOptions:
             raise UsageError(f"trials is {self.trials}: it must be at least 1")
         if self.time_s is not None and not 0 < self.time_s <= threading.TIMEOUT_MAX:
             raise UsageError(f"time is {self.time_s}: it must be a positive number of seconds, or left out")
+        if not 0 <= self.min_gain < 1:
+            raise UsageError(f"min_gain is {self.min_gain}: it must be at least 0 and less than 1")
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise UsageError(f"seed is {self.seed}: it must lie between 0 and {2**32 - 1}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,22 +20,33 @@ _PACE_WINDOW = 20  # candidates: presets and what is stored already have another
 
 
 class PhaseClock:
-    """Splits wall time into named phases; what lies in none of them is overhead."""
+    """Splits wall time into named phases; what is no waiting for others is overhead."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._seconds = {"compile": 0.0, "verify": 0.0, "time": 0.0}
+        self._seconds = {"compile": 0.0, "verify": 0.0, "time": 0.0, "begin": 0.0, "propose": 0.0}
 
-    def add(self, phase: str, seconds: float) -> None:
-        self._seconds[phase] += seconds
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time within to a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._start
 
     def seconds(self) -> dict[str, float]:
-        """By phase, with ``overhead`` and ``total``."""
+        """By phase, with ``overhead`` and ``total``.
+
+        Waited for are ``compile``, ``verify`` and ``time``; in the latter two the GPU is busy. ``begin`` (listing the
+        space) and ``propose`` are parts of ``overhead``, which is all the rest.
+        """
         total = self.elapsed_s()
-        return {**self._seconds, "overhead": total - sum(self._seconds.values()), "total": total}
+        waited = sum(self._seconds[phase] for phase in ("compile", "verify", "time"))
+        return {**self._seconds, "overhead": total - waited, "total": total}
 
 
 class Pace:

@@ -33,7 +33,7 @@ from ..lab.protocol import Fault
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
-    from .learner import Learner
+    from .learner import Choice, Learner
 
 _CONFIG_ATTRIBUTE = "config"
 _SEARCH_ATTRIBUTE = "search"
@@ -125,6 +125,17 @@ class Proposals:
             return False
         self._study.add_trial(_finished_trial(_parameters(config), outcome))
         return True
+
+    def expected_gain(self, left: int) -> float | None:
+        """How much less than the best so far the best of the next few is expected to cost, relative to it.
+
+        Args:
+            left: How many.
+
+        Returns:
+            0.01 is 1 %; None where nothing is learned of that, or a configuration is tried first whatever it gains.
+        """
+        return self._sampler.expected_gain(self._study, left)
 
     def next(self) -> Proposal | None:
         """The next configuration, or None when every valid one was proposed."""
@@ -330,6 +341,7 @@ class _ValidSampler(BaseSampler):
         self._kind = kind
         self._random = np.random.default_rng(seed)
         self._turns = itertools.count()
+        self._chosen: int | None = None  # by the learner, and not proposed yet
         self._tpe = _make_tpe(seed) if kind == "tpe" else None
         # A byte each: there may be hundreds of thousands of configurations, and each proposal goes over them.
         self._positions = np.array([_positions(_parameters(config)) for config in self._configs], dtype=np.int8)
@@ -357,14 +369,26 @@ class _ValidSampler(BaseSampler):
     ) -> Any:
         raise NotImplementedError("every parameter is part of the relative search space")
 
+    def expected_gain(self, study: optuna.Study, left: int) -> float | None:
+        """See `Proposals.expected_gain`."""
+        if not self._learner or not self.untried or self._next_first() is not None:
+            return None
+        choice = self._learned(study, self._learner, left)
+        self._chosen = choice.index
+        return choice.expected_gain
+
+    def _next_first(self) -> int | None:
+        return next((index for index in self._first if index in self.untried), None)
+
     def _choose(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> int:
-        for index in self._first:
-            if index in self.untried:
-                return index
+        first = self._next_first()
+        if first is not None:
+            return first
         if self._kind == "exhaustive":
             return next(iter(self.untried))
         if self._learner:
-            return self._learned(study, self._learner)
+            chosen, self._chosen = self._chosen, None
+            return self._learned(study, self._learner).index if chosen is None else chosen
         untried = np.fromiter(self.untried, dtype=np.int64)
         if self._tpe is None:
             return int(self._random.choice(untried))
@@ -386,7 +410,7 @@ class _ValidSampler(BaseSampler):
         distances += families_between * steps.max() * len(counted)
         return int(self._random.choice(untried[distances == distances.min()]))
 
-    def _learned(self, study: optuna.Study, learner: Learner) -> int:
+    def _learned(self, study: optuna.Study, learner: Learner, left: int = 1) -> Choice:
         """The learner's choice after all that the study says. Whatever is open has no outcome yet."""
         measured: dict[int, float] = {}
         refused, pending = [], []
@@ -404,7 +428,7 @@ class _ValidSampler(BaseSampler):
         if best not in (self._best, -1):
             self._best = best
             learner.add_neighbours(best, list(map(int, np.flatnonzero(self._differ_in_one(self._positions[best])))))
-        return learner.choose(self.untried.keys(), measured, refused, pending)
+        return learner.choose(self.untried.keys(), measured, refused, pending, left)
 
     def _differ_in_one(self, positions: np.ndarray) -> np.ndarray:
         """Of each configuration whether it differs from these positions in one parameter, within the family."""

@@ -12,7 +12,6 @@ from ...db.errors import InvalidRecord
 from ...db.records import NO_FUSED_BACKWARD
 from ...gen.build.jobs import CompiledResources, Variant
 from ...gen.families import PRESETS, Config, short_form
-from ...gen.space import refusal
 from ..lab.gate import verify_fully
 from ..lab.paired import Ratio
 from ..lab.peers import DEFAULT, PEERS
@@ -159,17 +158,19 @@ class FinalRace:
     def _racers(self) -> tuple[list[_Racer], list[Row]]:
         """Who runs, and for each that should and cannot a row with the reason."""
         search = self._search
-        names = {config: name for name, config in PRESETS.items() if config in search.configs}
+        raced = {name: config for name, config in PRESETS.items() if config not in search.withheld}
+        unfit = {config: search.unfit(config) for config in raced.values()}
+        names = {config: name for name, config in raced.items() if unfit[config] is None}
         for config in sorted(self._costs, key=self._costs.__getitem__)[:FINALISTS]:
             names.setdefault(config, "finalist")
         present = self._store.best()
-        if present in search.configs:
+        if present and search.unfit(present) is None:
             names.setdefault(present, "finalist")
         search.tell(f"compiling {len(names)} finalists and presets")
         racers = []
         rows = [
-            search.row(name, config, note=f"not valid here: {refusal(search.problem, config, search.space_device)}")
-            for name, config in PRESETS.items()
+            search.row(name, config, note=f"not valid here: {unfit[config]}")
+            for name, config in raced.items()
             if config not in names
         ]
         for config, compiled in search.compile_all(names).items():

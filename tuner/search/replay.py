@@ -16,7 +16,8 @@ from ...gen.families import Config
 from .candidates import LOOK_AHEAD
 from .cost_model import predict
 from .learner import Learner, compile_chances
-from .proposals import Outcome, Proposals
+from .options import SearchOptions
+from .proposals import Outcome, Proposal, Proposals
 from .race import FINALISTS
 from .sweep import Sweep
 
@@ -37,11 +38,13 @@ class Replay:
         sampler: Its name.
         candidates: How many it had.
         gaps: For each seed, how much longer the best of its candidates takes than the sweep's best: 0.01 is 1 %.
+        decided: For each seed, how many candidates it decided before it ended by itself.
     """
 
     sampler: str
     candidates: int
     gaps: tuple[float, ...]
+    decided: tuple[int, ...]
 
     @property
     def median_gap(self) -> float:
@@ -59,6 +62,7 @@ class Replay:
             "sampler": self.sampler,
             "candidates": self.candidates,
             "seeds": len(self.gaps),
+            "mean_decided": statistics.mean(self.decided),
             "median_gap": self.median_gap,
             "share_within_1_percent": self.share_within_1_percent,
         }
@@ -92,6 +96,7 @@ def replay(
     seeds: Sequence[int],
     withheld: Sequence[Config] = (),
     first: Sequence[Config] = (),
+    min_gain: float = SearchOptions.min_gain,
 ) -> Replay:
     """Runs a sampler's searches over a sweep's configurations.
 
@@ -102,6 +107,7 @@ def replay(
         seeds: One search each.
         withheld: Configurations that are taken out of the sweep first, such as presets.
         first: Configurations that each search tries before its sampler chooses.
+        min_gain: See `SearchOptions`: a search that expects less ends with fewer candidates.
 
     Raises:
         UsageError: Nothing that was timed is left.
@@ -112,16 +118,17 @@ def replay(
     if not costs:
         raise UsageError("nothing of this sweep was timed")
     configs, best = list(rows), min(costs.values())
-    gaps = []
+    gaps, counts = [], []
     learner = Learner(sweep.problem, configs, sweep.device) if sampler == "learned" else None
     for seed in seeds:
         proposals = Proposals(configs, sampler=sampler, seed=seed, first=first, learner=learner)
         random = np.random.default_rng(seed)
         seen = {config: cost * math.exp(random.normal(0, NOISE)) for config, cost in costs.items()}
-        decided = _decided(proposals, seen, min(candidates, len(configs)))
+        decided = _decided(proposals, seen, min(candidates, len(configs)), min_gain)
+        counts.append(len(decided))
         finalists = sorted((config for config in decided if config in seen), key=seen.__getitem__)[:FINALISTS]
         gaps.append(min(costs[config] for config in finalists) / best - 1 if finalists else math.inf)
-    return Replay(sampler, candidates, tuple(gaps))
+    return Replay(sampler, candidates, tuple(gaps), tuple(counts))
 
 
 def model_quality(sweep: Sweep) -> ModelQuality:
@@ -138,21 +145,28 @@ def model_quality(sweep: Sweep) -> ModelQuality:
     )
 
 
-def _decided(proposals: Proposals, costs: dict[Config, float], total: int) -> list[Config]:
+def _decided(proposals: Proposals, costs: dict[Config, float], total: int, min_gain: float) -> list[Config]:
     """The candidates of one search, proposed so far ahead of their outcomes as a real one proposes them."""
-    waiting = deque(filter(None, (proposals.next() for _ in range(min(LOOK_AHEAD, total)))))
-    left = total - len(waiting)
-    decided = []
-    while waiting:
+    waiting: deque[Proposal] = deque()
+    decided: list[Config] = []
+    left = total
+    while True:
+        while left and len(waiting) < LOOK_AHEAD:
+            gain = proposals.expected_gain(left)
+            if gain is not None and gain < min_gain:
+                left = 0
+                break
+            proposal = proposals.next()
+            assert proposal, "there are no more trials than configurations"
+            waiting.append(proposal)
+            left -= 1
+        if not waiting:
+            return decided
         proposal = waiting.popleft()
         cost = costs.get(proposal.config)
         outcome = Outcome("refused", reason="by the sweep") if cost is None else Outcome("measured", cost=cost)
         proposals.tell(proposal, outcome)
         decided.append(proposal.config)
-        if left and (following := proposals.next()):
-            waiting.append(following)
-            left -= 1
-    return decided
 
 
 def _spill_auc(sweep: Sweep) -> float | None:

@@ -68,11 +68,13 @@ class SearchResult:
         arithmetic_refusals: Kinds of refusal before compiling, and how often.
         trials: The candidates that were decided, in this order.
         seconds: Wall time by phase: ``compile`` (waiting for it), ``verify``, ``time``, ``overhead`` (all the
-            rest), ``total``.
+            rest, of which ``begin`` lists the space and ``propose`` chooses candidates), ``total``.
         notes: What else a person should know.
         emulate: The card whose pace candidates were slowed to (``sm_120``), else None. Then cycles rank, and ``winner``
             is the best emulated one, which is nobody's winner.
         error: Why it failed.
+        expected_gain: How much less than the best the best of the trials that were left, when the last candidate was
+            proposed or none was any more, was expected to cost (0.01: 1 %); None where nothing is learned of that.
     """
 
     problem: Problem
@@ -92,6 +94,7 @@ class SearchResult:
     notes: tuple[str, ...] = ()
     emulate: str | None = None
     error: str = ""
+    expected_gain: float | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -128,6 +131,7 @@ class SearchResult:
             "arithmetic_refusals": dict(self.arithmetic_refusals),
             "trials": [trial.to_dict(self.problem, self.device) for trial in self.trials],
             "failures": [{"config": config.id, "reason": reason} for config, reason in self.failures],
+            "expected_gain": self.expected_gain,
             "seconds": dict(self.seconds),
             "notes": list(self.notes),
         }
@@ -195,7 +199,10 @@ class SearchResult:
         total = self.seconds["total"]
         shares = ", ".join(f"{phase} {self.seconds[phase]:.1f} s" for phase in ("compile", "verify", "time"))
         overhead = self.seconds["overhead"]
-        lines.append(f"{total:.1f} s: waiting for {shares}; overhead {overhead:.1f} s ({100 * overhead / total:.1f} %)")
+        parts = f"to begin {self.seconds['begin']:.1f} s, to propose {self.seconds['propose']:.1f} s"
+        lines.append(
+            f"{total:.1f} s: waiting for {shares}; overhead {overhead:.1f} s ({100 * overhead / total:.1f} %): {parts}"
+        )
         return lines
 
     def _predicted_cells(self, row: Row) -> list[str]:

@@ -21,6 +21,7 @@ from ...gen.device import Device
 from ...gen.problem import Problem
 from ..lab.protocol import Bench
 from .candidates import Builder
+from .head_starts import head_starts
 from .options import SearchOptions
 from .progress import Progress
 from .provenance import Machine
@@ -67,10 +68,11 @@ def search(
             the way is an `error` of the result.
     """
     machine = machine or Machine()
+    withheld = head_starts(store) if options.without_head_start else ()
     if bench is None or environment is None:
-        result = Survey(problem, device, store, options, builder, progress, machine, bench).run()
+        result = Survey(problem, device, store, options, builder, progress, machine, withheld, bench).run()
     else:
-        result = Tuning(problem, device, store, options, builder, progress, machine, bench, environment).run()
+        result = Tuning(problem, device, store, options, builder, progress, machine, withheld, bench, environment).run()
     if not result.error and (gone := _removed_file(store)):
         return replace(result, status="failed", error=f"{gone} was removed during the search: nothing of it is stored")
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -44,9 +45,10 @@ class Survey(CandidateSearch):
         builder: Builder,
         progress: Progress,
         machine: Machine,
+        withheld: Collection[Config],
         bench: Bench | None,
     ) -> None:
-        super().__init__(problem, device, options, builder, progress, machine)
+        super().__init__(problem, device, options, builder, progress, machine, withheld)
         self._bench, self._store = bench, VariantStore(store, problem, self.patience(store))
         self._survivors: list[Row] = []
         self._max_errors: dict[Config, float] = {}
@@ -55,7 +57,7 @@ class Survey(CandidateSearch):
     def find(self) -> SearchResult:
         status, proposals, error = "predicted", None, ""
         try:
-            with self.interruptible():
+            with self.clock.phase("begin"), self.interruptible():
                 proposals = self._proposals()
                 self._go_on(proposals)
             self.try_candidates(proposals)
@@ -75,7 +77,8 @@ class Survey(CandidateSearch):
             return Proposals(self.configs, sampler=sampler, seed=self.seed, first=presets)
         # There are no times to learn from: the model's are what is known.
         first = (*presets, *ranked(self.problem, self.configs, self.device, emulate=self.options.emulate))
-        self.notes.append("candidates were proposed in the order of their predicted times, presets first")
+        led = "" if self.withheld else ", presets first"
+        self.notes.append(f"candidates were proposed in the order of their predicted times{led}")
         return Proposals(self.configs, sampler="exhaustive", seed=self.seed, first=first)
 
     def _go_on(self, proposals: Proposals) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from ...gen.device import Device
 from ...gen.errors import BwdtuneError
 from ...gen.families import PRESETS, Config, preset_name, short_form
 from ...gen.problem import Problem
-from ...gen.space import refusal, space_hash
+from ...gen.space import space_hash
 from ..lab.peers import DEFAULT
 from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import SEARCH_POLICY, Cycles, Timing, Timings
@@ -52,10 +52,11 @@ class Tuning(CandidateSearch):
         builder: Builder,
         progress: Progress,
         machine: Machine,
+        withheld: Collection[Config],
         bench: Bench,
         environment: Environment,
     ) -> None:
-        super().__init__(problem, device, options, builder, progress, machine)
+        super().__init__(problem, device, options, builder, progress, machine, withheld)
         self._bench, self._environment = bench, environment
         self._policy = options.timing.applied_to(SEARCH_POLICY)
         self._patience = self.patience(store)
@@ -89,7 +90,7 @@ class Tuning(CandidateSearch):
         proposals: Proposals | None = None
         try:
             first = (*PRESETS.values(), *self._head_starts())
-            with self.interruptible():
+            with self.clock.phase("begin"), self.interruptible():
                 proposals = self._proposals(first)
             for config, outcome in self._log.past():
                 if proposals.learn(config, outcome):
@@ -126,9 +127,7 @@ class Tuning(CandidateSearch):
         """What won the problems nearest to this one on such a card: of those in the database and those shipped."""
         presets = set(PRESETS.values())
         fitting = (
-            config
-            for config in self._store.won_nearby()
-            if config not in presets and refusal(self.problem, config, self.space_device) is None
+            config for config in self._store.won_nearby() if config not in presets and self.unfit(config) is None
         )
         return list(itertools.islice(fitting, HEAD_STARTS))
 

@@ -95,7 +95,7 @@ def trials(database: Path) -> list[optuna.trial.FrozenTrial]:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_only_valid_configurations_and_each_once(database: Path, sampler: str) -> None:
     bench = FakeBench()
-    result = run_search(database, bench=bench, trials=40, sampler=sampler)
+    result = run_search(database, bench=bench, trials=40, sampler=sampler, min_gain=0)
     assert len(bench.verified) == len(set(bench.verified)) == 40
     assert all(refusal(PROBLEM, config, H200) is None for config in bench.verified)
     assert result.counts.decided == result.counts.measured == 40
@@ -142,6 +142,51 @@ def test_what_is_shipped_for_such_a_card_is_tried_next(database: Path) -> None:
     run_search(database, bench=bench, trials=presets_and(HEAD_STARTS + 1), sampler="random")
     assert set(configs[:HEAD_STARTS]) < set(bench.verified)
     assert not set(configs[HEAD_STARTS:]) & set(bench.verified)
+
+
+@pytest.mark.parametrize("sampler", ["learned", "exhaustive"])
+def test_without_a_head_start_nothing_that_won_before_is_tried_or_raced(database: Path, sampler: str) -> None:
+    """Neither presets, nor what is shipped, nor what won another problem: and none of it can win."""
+    configs = [config for config in space(PROBLEM, H200) if config not in PRESETS.values()]
+    known = {config: rank for rank, config in enumerate(configs[:3])}
+    bench = FakeBench(cost=lambda config: 1.0 + known.get(config, 5))
+    longer = replace(PROBLEM, seqlen_q=8192, seqlen_kv=8192)
+    shipped.write_shipped([shipped_for(longer, configs[0]), shipped_for(replace(PROBLEM, dtype="fp16"), configs[1])])
+    fastest = FakeBench(cost=lambda config: 1.0 if config == configs[2] else 2.0)
+    run_search(database, problem=longer, bench=fastest, trials=presets_and(3), sampler="exhaustive")
+    won = stored_winner(database, longer)
+    assert won
+    assert won.config == configs[2], "the test needs a stored winner"
+    result = run_search(database, bench=bench, trials=6, sampler=sampler, min_gain=0, without_head_start=True)
+    names = {config.id for config in (*PRESETS.values(), *known)}
+    assert len(bench.tried) == result.counts.decided == 6
+    assert not names & {name for names in bench.timed for name in names}
+    assert not names & {row.config.id for row in result.rows if row.config}
+    assert result.winner
+
+
+def test_all_withheld_is_a_usage_error(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("search_fakes.space", lambda problem, device: tuple(PRESETS.values()))
+    with pytest.raises(UsageError, match="withheld"):
+        run_search(database, without_head_start=True)
+
+
+def test_a_search_ends_when_little_can_be_gained(database: Path) -> None:
+    """Times are as predicted, so that after some outcomes nothing is expected of the others."""
+    cost = {config: predict(PROBLEM, config, H200).cycles for config in space(PROBLEM, H200)}
+    told = Told()
+    options = {"sampler": "learned", "trials": 100, "bench": FakeBench(cost=lambda config: cost[config] / 1e6)}
+    result = run_search(database, progress=told, **options)
+    assert result.counts.decided < 100
+    assert result.expected_gain is not None
+    assert 0 <= result.expected_gain < SearchOptions.min_gain
+    assert sum("are expected to gain" in note for note in told.notices) == 1
+    assert any("are expected to gain" in note for note in result.notes)
+    gains = [status.expected_gain for status in told.statuses]
+    assert gains[0] is None, "what is tried first is tried whatever it gains"
+    assert max(filter(None, gains)) > gains[-1] == result.expected_gain
+    assert told.statuses[-1].total == result.counts.decided
+    assert result.to_dict()["expected_gain"] == result.expected_gain
 
 
 def shipped_for(problem: Problem, config: Config) -> Shipped:
@@ -332,7 +377,7 @@ def test_the_learned_sampler_finds_more_than_the_presets(database: Path, emulate
         return 0.8 if config.family == "wgmma" and config.l2_head_group == 4 else 1.0
 
     bench = FakeBench(cost=lambda config: predict(PROBLEM, config, H200).ms * bonus(config))
-    result = run_search(database, sampler="learned", trials=40, bench=bench, emulate=emulate)
+    result = run_search(database, sampler="learned", trials=40, bench=bench, emulate=emulate, min_gain=0)
     assert result.counts.decided == 40
     assert result.sampler == "learned"
     if emulate is None:
@@ -916,6 +961,8 @@ def test_an_unusable_compiler_ends_the_search(database: Path) -> None:
         {"time_s": math.inf},
         {"time_s": 1e300},
         {"seed": -1},
+        {"min_gain": -0.1},
+        {"min_gain": 1.0},
         {"seed": 2**40},
     ],
 )
@@ -1163,7 +1210,7 @@ def test_json_has_stable_names(database: Path) -> None:
     assert {"gpu", "driver", "torch", "nvcc", "shape", "causal", "dtype", "limits", "winner", "rows", "status"} <= set(
         data
     )
-    assert {"compile", "verify", "time", "overhead", "total"} == set(data["seconds"])
+    assert {"compile", "verify", "time", "begin", "propose", "overhead", "total"} == set(data["seconds"])
     names = {"kernel", "config", "family", "ms", "tflops", "percent_of_peak", "max_error", "registers", "spill_bytes"}
     assert all(names <= set(row) for row in data["rows"])
     best = data["winner"]
@@ -1313,8 +1360,12 @@ def test_overhead_is_small(database: Path) -> None:
     start = time.process_time()  # a busy machine does not matter
     result = run_search(database, trials=60, bench=FakeBench(delay_s=0.005))
     assert (time.process_time() - start) / 60 < 0.15
-    assert result.seconds["total"] == pytest.approx(sum(result.seconds.values()) - result.seconds["total"])
-    assert any("overhead" in line for line in result.summary())
+    seconds = result.seconds
+    waited = sum(seconds[phase] for phase in ("compile", "verify", "time"))
+    assert seconds["total"] == pytest.approx(waited + seconds["overhead"])
+    assert 0 < seconds["begin"] + seconds["propose"] < seconds["overhead"]
+    (told,) = [line for line in result.summary() if "overhead" in line]
+    assert f"to propose {seconds['propose']:.1f} s" in told
 
 
 def test_the_winner_of_another_card_is_left_alone(database: Path) -> None:

@@ -133,8 +133,8 @@ def attention_varlen(
 
     The lengths lie on the GPU, and to look at them would be to wait for it: they are checked where the tensors are on
     a CPU. Elsewhere it is the caller's part that `cu_seqlens_q` and `cu_seqlens_kv` begin with 0, never decrease and
-    end within the tensors, and that no sequence is longer than `max_seqlen_q` and `max_seqlen_kv`; the rows of a
-    sequence past those are left out.
+    end within the tensors, and that no sequence is longer than `max_seqlen_q` and `max_seqlen_kv`. Where they do not,
+    nothing outside of the tensors is touched, but rows are left out or have gradients that mean nothing.
 
     Args:
         q: (Tq, Hq, D): the rows of all sequences.

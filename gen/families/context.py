@@ -122,6 +122,16 @@ class KernelContext:
         return False
 
     @property
+    def schedules_sequences(self) -> bool:
+        """Whether items of packed sequences are taken in an order of the sequences that is made on the GPU."""
+        return False
+
+    @property
+    def bounds_sequences(self) -> bool:
+        """Whether copies of TMA leave out what lies past the end of a packed sequence."""
+        return False
+
+    @property
     def launches_postprocess(self) -> bool:
         """Whether a third kernel converts dQ, once the main kernel has ended."""
         return True

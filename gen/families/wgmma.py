@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..device import Device
 from ..emulation import Emulation
-from ..problem import ACCUMULATOR_BYTES, CAUSAL, FULL, WINDOW, Problem
+from ..problem import ACCUMULATOR_BYTES, CAUSAL, FEATURES, FULL, WINDOW, Problem
 from .base import (
     BARRIER_BYTES,
     FRAGMENT_REGISTERS,
@@ -35,7 +35,7 @@ class WgmmaConfig(Config):
 
     family: ClassVar[str] = "wgmma"
     group: ClassVar[str] = "wgmma"
-    features: ClassVar[frozenset[str]] = frozenset({"window", "bottom_right", "softcap", "deterministic"})
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     divides_registers: ClassVar[bool] = True
 
     # What is no parameter: the template has it from here.
@@ -49,6 +49,7 @@ class WgmmaConfig(Config):
     consumer_registers: ClassVar[int] = 240  # what is then left to the others
     stages: ClassVar[int] = 2  # of Q, of dO and of dS
     item_stages: ClassVar[int] = 8
+    packed_item_bytes: ClassVar[int] = 32  # what roles are told of an item of packed sequences; else its number
     converted_rows: ClassVar[int] = _CONVERTED_ROWS
     zeros_bytes: ClassVar[int] = 2048  # that slots of dQ are cleared with where the kernel converts dQ
 
@@ -182,6 +183,8 @@ class WgmmaConfig(Config):
             return "such a deterministic kernel goes backwards, and a causal mask leaves all of the last queries' tile"
         if self.store_first and (problem.mask == WINDOW or problem.bottom_right):
             return "queries that see no key meet no key tile that would store their dQ: it has to be cleared"
+        if problem.varlen and self.dq_epilogue_in_kernel:
+            return "dQ is converted by heads that have all the same rows: packed sequences' have not"
         if problem.deterministic and not self.dq_bulk_reduce:
             return "the order in which key tiles add to dQ is kept by the threads that copy it in bulk"
         if problem.deterministic and self.dq_epilogue_in_kernel:
@@ -218,7 +221,10 @@ class WgmmaConfig(Config):
             zeros, converted = self.zeros_bytes, _CONVERTED_ROWS * row_bytes_of_part
         barriers = (21 + 2 * self.item_stages + self.sums_stages) * BARRIER_BYTES
         tiles = keys + queries + ds + dq + converted
-        return tiles + 2 * stages * statistics + zeros + barriers + self.item_stages * INDEX_BYTES
+        own = tiles + 2 * stages * statistics + zeros + barriers
+        if problem.varlen:
+            return ceil_div(own, 16) * 16 + self.item_stages * self.packed_item_bytes
+        return own + self.item_stages * INDEX_BYTES
 
     def registers(self, problem: Problem) -> int:
         """Of a consumer thread. A producer needs few; the launch itself asks for a third of an SM's."""
@@ -297,6 +303,26 @@ class WgmmaContext(KernelContext):
     @property
     def workspace_depends_on_device(self) -> bool:
         return self.converts_dq
+
+    @property
+    def pads_sequences(self) -> bool:
+        return self.varlen
+
+    @property
+    def schedules_sequences(self) -> bool:
+        return self.varlen
+
+    @property
+    def bounds_sequences(self) -> bool:
+        return self.varlen
+
+    @property
+    def seqlen_q(self) -> str:
+        return "item.seqlen_q" if self.varlen else "arguments.seqlen_q"
+
+    @property
+    def seqlen_kv(self) -> str:
+        return "item.seqlen_kv" if self.varlen else "arguments.seqlen_kv"
 
     @property
     def walks_backwards(self) -> bool:

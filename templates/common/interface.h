@@ -46,7 +46,8 @@ typedef struct bwdtune_arguments {
   int64_t batch;               /* sizes are at least 1; with varlen: the number of sequences */
   int64_t heads_q;             /* a multiple of heads_kv */
   int64_t heads_kv;
-  int64_t seqlen_q;            /* with varlen: of the longest sequence; an upper bound will do */
+  int64_t seqlen_q;            /* with varlen: of the longest sequence; an upper bound will do. Rows of q past it are left out,
+                                  and have a dq of zero; keys past seqlen_kv may be */
   int64_t seqlen_kv;
   float scale;                 /* of q k^T in the softmax */
   int32_t device;              /* CUDA ordinal of the tensors; the caller's current device is left as it was */

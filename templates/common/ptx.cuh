@@ -146,6 +146,12 @@ __device__ __forceinline__ void store_shared(uint32_t address, float4 value) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t address, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
 template <class T>
 __device__ __forceinline__ T load_shared(uint32_t address);
 
@@ -169,6 +175,15 @@ template <>
 __device__ __forceinline__ uint32_t load_shared<uint32_t>(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
+template <>
+__device__ __forceinline__ uint4 load_shared<uint4>(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address));
   return value;
 }
 
@@ -272,6 +287,16 @@ __device__ __forceinline__ void tma_load_4d(uint32_t destination, const CUtensor
       : "memory");
 }
 
+// The same of a 5-D tensor.
+__device__ __forceinline__ void tma_load_5d(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3,
+                                            int c4, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
+      ::"r"(destination),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
+      : "memory");
+}
+
 // Copies `bytes` bytes to shared memory and counts them on `barrier`; both addresses and the size are multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
@@ -295,6 +320,14 @@ __device__ __forceinline__ void bulk_reduce_add(float* destination, uint32_t sou
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t source) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map), "r"(c0),
                "r"(c1), "r"(c2), "r"(c3), "r"(source)
+               : "memory");
+}
+
+// The same of a 5-D tensor.
+__device__ __forceinline__ void tma_store_5d(const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4,
+                                             uint32_t source) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(map),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(source)
                : "memory");
 }
 

@@ -169,7 +169,7 @@ struct BulkOperation {
   uint64_t version;        // of what it reads
   void* destination;       // of plain memory,
   const CUtensorMap* map;  // or a box of a tensor
-  int coordinates[4];
+  int coordinates[MAX_RANK];
 };
 
 // ---- shared memory ----

@@ -226,6 +226,10 @@ inline void store_shared(uint32_t address, float4 value, int line = __builtin_LI
   memcpy(block().write_shared(*current_fiber, address, sizeof value, sizeof value, "st.shared.v4", line), &value, sizeof value);
 }
 
+inline void store_shared(uint32_t address, uint4 value, int line = __builtin_LINE()) {
+  memcpy(block().write_shared(*current_fiber, address, sizeof value, sizeof value, "st.shared.v4", line), &value, sizeof value);
+}
+
 template <class T>
 T load_shared(uint32_t address, int line = __builtin_LINE()) {
   T value;
@@ -380,36 +384,64 @@ inline void copy_box_row(const bwdtune_host::TensorMap& map, uint8_t* to, uint32
   }
 }
 
-inline void tma_load_4d(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t barrier,
-                        int line = __builtin_LINE()) {
-  const Fiber& fiber = *current_fiber;
-  const bwdtune_host::TensorMap& tensor = tensor_map_of(map, line);
-  if (tensor.rank != 4)
-    block().fault(fiber, cudaErrorLaunchFailure, line, "a 4-D copy with a tensor map of rank %u", tensor.rank);
+// Calls `visit(row, at)` for each row of a box whose first element is at `coordinates`: the address of the row's column 0 in
+// the tensor, null where it lies outside, and how many bytes of the box come before it. Addresses wrap around at 2^64.
+template <class Visit>
+void for_each_box_row(const bwdtune_host::TensorMap& tensor, const int* coordinates, Visit visit) {
+  uint32_t rows = 1;
+  for (uint32_t d = 1; d < tensor.rank; d++) rows *= tensor.box[d];
+  for (uint32_t number = 0; number < rows; number++) {
+    uint64_t row = reinterpret_cast<uint64_t>(tensor.base);
+    bool inside = true;
+    for (uint32_t d = 1, left = number; d < tensor.rank; left /= tensor.box[d++]) {
+      const int64_t at = int64_t{coordinates[d]} + left % tensor.box[d];
+      inside = inside && at >= 0 && static_cast<uint64_t>(at) < tensor.size[d];
+      row += static_cast<uint64_t>(at) * tensor.stride[d - 1];
+    }
+    visit(inside ? reinterpret_cast<uint8_t*>(row) : nullptr, number * tensor.box[0] * tensor.element_bytes);
+  }
+}
+
+inline uint32_t box_bytes(const bwdtune_host::TensorMap& tensor) {
+  uint32_t bytes = tensor.element_bytes;
+  for (uint32_t d = 0; d < tensor.rank; d++) bytes *= tensor.box[d];
+  return bytes;
+}
+
+inline void check_box(const bwdtune_host::TensorMap& tensor, uint32_t rank, int line) {
   const uint32_t pitch = tensor.box[0] * tensor.element_bytes;
+  if (tensor.rank != rank)
+    block().fault(*current_fiber, cudaErrorLaunchFailure, line, "a %u-D copy with a tensor map of rank %u", rank,
+                  tensor.rank);
   if (tensor.swizzle_bytes && pitch != tensor.swizzle_bytes)
-    block().fault(fiber, cudaErrorLaunchFailure, line,
+    block().fault(*current_fiber, cudaErrorLaunchFailure, line,
                   "box rows of %u bytes with a swizzle of %u: the host target takes them equal", pitch,
                   tensor.swizzle_bytes);
+}
+
+template <uint32_t RANK>
+void tma_load(uint32_t destination, const CUtensorMap* map, const int (&coordinates)[RANK], uint32_t barrier, int line) {
+  const bwdtune_host::TensorMap& tensor = tensor_map_of(map, line);
+  check_box(tensor, RANK, line);
   bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(barrier, "cp.async.bulk.tensor", line);
-  const uint32_t bytes = pitch * tensor.box[1] * tensor.box[2] * tensor.box[3];
+  const uint32_t bytes = box_bytes(tensor);
   // A swizzle's pattern repeats every 8 of its rows; a destination inside of it would shift the data against the reader's.
   const uint32_t alignment = tensor.swizzle_bytes > 16 ? 8u * tensor.swizzle_bytes : 128u;
-  uint8_t* to = block().write_shared(fiber, destination, bytes, alignment, "cp.async.bulk.tensor", line, &mbarrier);
-  const int64_t start[3] = {c1, c2, c3};
-  uint32_t done = 0;
-  for (int64_t i3 = 0; i3 < tensor.box[3]; i3++)
-    for (int64_t i2 = 0; i2 < tensor.box[2]; i2++)
-      for (int64_t i1 = 0; i1 < tensor.box[1]; i1++, done += pitch) {
-        const int64_t at[3] = {start[0] + i1, start[1] + i2, start[2] + i3};
-        const uint8_t* row = tensor.base;
-        for (int d = 0; d < 3; d++) {
-          const bool inside = at[d] >= 0 && static_cast<uint64_t>(at[d]) < tensor.size[d + 1];
-          row = row && inside ? row + static_cast<uint64_t>(at[d]) * tensor.stride[d] : nullptr;
-        }
-        copy_box_row(tensor, to + done, destination + done, row, c0, line);
-      }
+  uint8_t* to = block().write_shared(*current_fiber, destination, bytes, alignment, "cp.async.bulk.tensor", line, &mbarrier);
+  for_each_box_row(tensor, coordinates, [&](const uint8_t* row, uint32_t at) {
+    copy_box_row(tensor, to + at, destination + at, row, coordinates[0], line);
+  });
   block().mbarrier_complete_tx(mbarrier, bytes, line);
+}
+
+inline void tma_load_4d(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t barrier,
+                        int line = __builtin_LINE()) {
+  tma_load(destination, map, {c0, c1, c2, c3}, barrier, line);
+}
+
+inline void tma_load_5d(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4,
+                        uint32_t barrier, int line = __builtin_LINE()) {
+  tma_load(destination, map, {c0, c1, c2, c3, c4}, barrier, line);
 }
 
 inline void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
@@ -493,49 +525,47 @@ inline void execute_tma_store(const Fiber& fiber, const bwdtune_host::BulkOperat
   const uint32_t mask = tensor.swizzle_bytes ? tensor.swizzle_bytes / 16u - 1 : 0;
   const uint32_t pitch = tensor.box[0] * tensor.element_bytes, chunk_elements = 16 / tensor.element_bytes;
   const uint8_t* source = read_bulk(fiber, operation, "cp.async.bulk.tensor");
-  uint32_t address = operation.source;
-  for (int64_t i3 = 0; i3 < tensor.box[3]; i3++)
-    for (int64_t i2 = 0; i2 < tensor.box[2]; i2++)
-      for (int64_t i1 = 0; i1 < tensor.box[1]; i1++, address += pitch)
-        for (uint32_t at = 0; at < pitch; at += 16) {
-          const uint32_t swizzled = (address + at) ^ ((address + at) >> 7 & mask) << 4;
-          const uint8_t* chunk = source + (swizzled - operation.source);
-          const int64_t place[4] = {operation.coordinates[0] + at / tensor.element_bytes, operation.coordinates[1] + i1,
-                                    operation.coordinates[2] + i2, operation.coordinates[3] + i3};
-          uint8_t* to = const_cast<uint8_t*>(tensor.base) + place[0] * tensor.element_bytes;
-          bool inside = true;
-          for (int d = 1; d < 4; d++) {
-            inside = inside && place[d] >= 0 && static_cast<uint64_t>(place[d]) < tensor.size[d];
-            to += place[d] * static_cast<int64_t>(tensor.stride[d - 1]);
-          }
-          for (uint32_t i = 0; inside && i < chunk_elements; i++) {
-            if (place[0] + i < 0 || static_cast<uint64_t>(place[0] + i) >= tensor.size[0]) continue;
-            block().check_global(to + i * tensor.element_bytes, tensor.element_bytes, 1, true, "cp.async.bulk.tensor",
-                                 operation.line);
-            memcpy(to + i * tensor.element_bytes, chunk + i * tensor.element_bytes, tensor.element_bytes);
-          }
-        }
+  for_each_box_row(tensor, operation.coordinates, [&](uint8_t* row, uint32_t row_at) {
+    const uint32_t address = operation.source + row_at;
+    for (uint32_t at = 0; row && at < pitch; at += 16) {
+      const uint32_t swizzled = (address + at) ^ ((address + at) >> 7 & mask) << 4;
+      const uint8_t* chunk = source + (swizzled - operation.source);
+      const int64_t column = int64_t{operation.coordinates[0]} + at / tensor.element_bytes;
+      uint8_t* to = row + column * tensor.element_bytes;
+      for (uint32_t i = 0; i < chunk_elements; i++) {
+        if (column + i < 0 || static_cast<uint64_t>(column + i) >= tensor.size[0]) continue;
+        block().check_global(to + i * tensor.element_bytes, tensor.element_bytes, 1, true, "cp.async.bulk.tensor",
+                             operation.line);
+        memcpy(to + i * tensor.element_bytes, chunk + i * tensor.element_bytes, tensor.element_bytes);
+      }
+    }
+  });
 }
 
-inline void tma_store_4d(const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t source,
-                         int line = __builtin_LINE()) {
+template <uint32_t RANK>
+void tma_store(const CUtensorMap* map, const int (&coordinates)[RANK], uint32_t source, int line) {
   const bwdtune_host::TensorMap& tensor = tensor_map_of(map, line);
-  const uint32_t pitch = tensor.box[0] * tensor.element_bytes;
-  if (tensor.rank != 4 || (tensor.swizzle_bytes && pitch != tensor.swizzle_bytes))
-    block().fault(*current_fiber, cudaErrorLaunchFailure, line,
-                  "a 4-D copy with a tensor map of rank %u, box rows of %u bytes and a swizzle of %u", tensor.rank, pitch,
-                  tensor.swizzle_bytes);
+  check_box(tensor, RANK, line);
   bwdtune_host::BulkOperation operation = {};
   operation.execute = execute_tma_store;
   operation.thread = current_fiber->thread;
   operation.group = current_fiber->bulk_groups;
   operation.source = source;
-  operation.bytes = pitch * tensor.box[1] * tensor.box[2] * tensor.box[3];
+  operation.bytes = box_bytes(tensor);
   operation.line = line;
   operation.map = map;
-  const int coordinates[4] = {c0, c1, c2, c3};
   memcpy(operation.coordinates, coordinates, sizeof coordinates);
   issue_bulk(operation, tensor.swizzle_bytes > 16 ? 8u * tensor.swizzle_bytes : 128u, "cp.async.bulk.tensor");
+}
+
+inline void tma_store_4d(const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t source,
+                         int line = __builtin_LINE()) {
+  tma_store(map, {c0, c1, c2, c3}, source, line);
+}
+
+inline void tma_store_5d(const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4, uint32_t source,
+                         int line = __builtin_LINE()) {
+  tma_store(map, {c0, c1, c2, c3, c4}, source, line);
 }
 
 inline void bulk_commit() { current_fiber->bulk_groups++; }

@@ -173,7 +173,7 @@ def test_a_group_that_is_split_needs_what_a_whole_one_does() -> None:
         ({"window_left": 512}, {}),
         ({"bottom_right": True}, {}),
         ({"softcap": True}, {"wgmma": "log-sum-exp .* would be capped"}),
-        ({"varlen": True}, {"wgmma": "no varlen: the mma and mmat kernels do"}),
+        ({"varlen": True}, {}),
         ({"head_dim": 104}, {}),
     ],
 )
@@ -188,6 +188,12 @@ def test_what_a_family_does_not_compute_is_refused_with_its_name(
             assert re.search(lacking[config.family], reason), reason
         else:
             assert reason is None, (config.id, reason)
+
+
+def test_packed_sequences_are_not_converted_head_by_head() -> None:
+    packed = dataclasses.replace(SEED, varlen=True)
+    assert "dQ is converted by heads" in (refusal(packed, PRESETS["w64conv"], H200) or "")
+    assert refusal(packed, PRESETS["w64first"], H200) is None
 
 
 def test_only_what_a_mask_hides_can_be_skipped() -> None:

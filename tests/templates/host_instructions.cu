@@ -110,7 +110,7 @@ __global__ void warp_kernel(const __grid_constant__ Warp a) {
 struct Box {
   CUtensorMap map;
   uint32_t* out;  // bytes / 4
-  int coordinates[4];
+  int rank, coordinates[5];
   uint32_t bytes;
 };
 
@@ -120,7 +120,11 @@ __global__ void box_kernel(const __grid_constant__ Box a) {
     ptx::mbarrier_init(barrier, 1);
     ptx::mbarrier_fence_init();
     ptx::mbarrier_arrive_expect_tx(barrier, a.bytes);
-    ptx::tma_load_4d(tile, &a.map, a.coordinates[0], a.coordinates[1], a.coordinates[2], a.coordinates[3], barrier);
+    const int* at = a.coordinates;
+    if (a.rank == 4)
+      ptx::tma_load_4d(tile, &a.map, at[0], at[1], at[2], at[3], barrier);
+    else
+      ptx::tma_load_5d(tile, &a.map, at[0], at[1], at[2], at[3], at[4], barrier);
   }
   ptx::sync_threads();
   ptx::mbarrier_wait(barrier, 0);
@@ -279,7 +283,7 @@ __global__ void stmatrix_kernel(const __grid_constant__ Stmatrix a) {
 struct Store {
   CUtensorMap map;
   const uint32_t* image;  // (bytes / 4)
-  int coordinates[4];
+  int rank, coordinates[5];
   uint32_t bytes;
   float* sums;            // (bytes / 4)
 };
@@ -290,7 +294,11 @@ __global__ void store_kernel(const __grid_constant__ Store a) {
   ptx::fence_proxy_async_shared();
   ptx::sync_threads();
   if (threadIdx.x != 0) return;
-  ptx::tma_store_4d(&a.map, a.coordinates[0], a.coordinates[1], a.coordinates[2], a.coordinates[3], shared);
+  const int* at = a.coordinates;
+  if (a.rank == 4)
+    ptx::tma_store_4d(&a.map, at[0], at[1], at[2], at[3], shared);
+  else
+    ptx::tma_store_5d(&a.map, at[0], at[1], at[2], at[3], at[4], shared);
   ptx::bulk_commit();
   ptx::bulk_reduce_add(a.sums, shared, a.bytes);
   ptx::bulk_commit();
@@ -375,8 +383,9 @@ int encode(CUtensorMap* map, int type, unsigned rank, void* base, const uint64_t
       static_cast<CUtensorMapL2promotion>(promotion), static_cast<CUtensorMapFloatOOBfill>(fill));
 }
 
-int run_box(const CUtensorMap* map, uint32_t* out, const int* coordinates, uint32_t bytes) {
-  Box box = {*map, out, {coordinates[0], coordinates[1], coordinates[2], coordinates[3]}, bytes};
+int run_box(const CUtensorMap* map, uint32_t* out, int rank, const int* coordinates, uint32_t bytes) {
+  Box box = {*map, out, rank, {}, bytes};
+  memcpy(box.coordinates, coordinates, rank * sizeof(int));
   cudaFuncSetAttribute(box_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 1 << 17);
   return launch(box_kernel, box, 1, 32, bytes + 8);
 }
@@ -406,8 +415,10 @@ int run_stmatrix(const uint32_t* fragments, const uint32_t* addresses, uint32_t*
   return launch(stmatrix_kernel, Stmatrix{fragments, addresses, tile, moved, transposed != 0}, 1, 32, 512);
 }
 
-int run_store(const CUtensorMap* map, const uint32_t* image, const int* coordinates, uint32_t bytes, float* sums) {
-  Store store = {*map, image, {coordinates[0], coordinates[1], coordinates[2], coordinates[3]}, bytes, sums};
+int run_store(const CUtensorMap* map, const uint32_t* image, int rank, const int* coordinates, uint32_t bytes,
+              float* sums) {
+  Store store = {*map, image, rank, {}, bytes, sums};
+  memcpy(store.coordinates, coordinates, rank * sizeof(int));
   return launch(store_kernel, store, 1, 64, bytes);
 }
 

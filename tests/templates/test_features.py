@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from bwdtune.gen.families import FAMILIES, PRESETS, Config, MmaConfig, Transpose
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
 from bwdtune.runtime import torch_attention
+from bwdtune.runtime.features import Sequences
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
 from bwdtune.runtime.verification.cases import Case
@@ -173,6 +176,11 @@ QUEUED = {
     ),
     "bulk": (replace(PRESETS["t64"], dq_bulk_reduce=True), Problem("bf16", 2, 4, 2, 130, 260, 64, window_left=60)),
     "packed": (PRESETS["t64"], Problem("bf16", 3, 2, 2, 260, 260, 64, causal=True, varlen=True)),
+    "packed, warpgroups": (PRESETS["w64lag"], Problem("bf16", 3, 4, 2, 260, 260, 64, causal=True, varlen=True)),
+    "packed, who stores first": (
+        PRESETS["w64first"],
+        Problem("fp16", 3, 2, 2, 260, 260, 64, varlen=True, deterministic=True),
+    ),
 }
 
 
@@ -190,28 +198,52 @@ def test_blocks_take_items_beside_each_other(name: str, monkeypatch: pytest.Monk
     assert record.passed, record.reason
 
 
+FOLLOWED = Problem("bf16", 2, 2, 1, 100, 100, 64, causal=True, varlen=True)
+
+
+def leaks(kernel: Kernel) -> bool:
+    """Whether what lies behind a sequence reaches its gradients."""
+    case = Case(FOLLOWED, "normal", lengths=((100, 70), (50, 100)))
+    inputs = make_inputs(case, torch.device("cpu"))
+    tensors = [inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse]
+    expected = backward(kernel, *tensors, case.scale, inputs.features)
+    inputs.q[:, :, 100:] = inputs.dout[:, :, 100:] = math.nan
+    inputs.k[:, :, 70:] = inputs.v[:, :, 70:] = math.nan
+    found = backward(kernel, *tensors, case.scale, inputs.features)
+    ends = {"dq": 100, "dk": 70, "dv": 70}
+    return not all(
+        torch.equal(ours[:, :, :end], theirs[:, :, :end])
+        for ours, theirs, end in zip(found, expected, ends.values(), strict=True)
+    )
+
+
 def test_what_lies_behind_a_sequence_does_not_matter() -> None:
     """Its last tile holds rows of the next one: not a number times nothing must be nothing."""
-    problem = Problem("bf16", 2, 2, 1, 100, 100, 64, causal=True, varlen=True)
     no_swizzle = MmaConfig(64, 64, 2, k_in_registers=False, v_in_registers=False, swizzle=0)
-    for config in (PRESETS["v3"], no_swizzle, PRESETS["t64"], PRESETS["t128"]):
-        kernel = Kernel.load(library_of(problem, config))
-        case = Case(problem, "normal", lengths=((100, 70), (50, 100)))
-        inputs = make_inputs(case, torch.device("cpu"))
-        tensors = [inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse]
-        expected = backward(kernel, *tensors, case.scale, inputs.features)
-        inputs.q[:, :, 100:] = inputs.dout[:, :, 100:] = math.nan
-        inputs.k[:, :, 70:] = inputs.v[:, :, 70:] = math.nan
-        found = backward(kernel, *tensors, case.scale, inputs.features)
-        for name, ours, theirs in zip(("dq", "dk", "dv"), found, expected, strict=True):
-            end = 100 if name == "dq" else 70
-            assert torch.equal(ours[:, :, :end], theirs[:, :, :end])
+    added_by_threads = replace(PRESETS["w64lag"], dq_bulk_reduce=False)
+    presets = [PRESETS[name] for name in ("v3", "t64", "t128", "w64lag", "w64first")]
+    for config in (*presets, no_swizzle, added_by_threads):
+        assert not leaks(Kernel.load(library_of(FOLLOWED, config))), config.id
 
 
-@pytest.mark.parametrize("split_gqa_heads", [False, True])
-def test_keys_outside_of_all_sequences_are_left_as_they_were(split_gqa_heads: bool) -> None:
+def test_it_is_caught_that_a_copy_has_no_bounds() -> None:
+    """The same row by other coordinates: one that no end is near, and one that is past the rows."""
+    source = render(FOLLOWED, PRESETS["w64"])
+    bounded, unbounded = "END_OF_ROWS - length + row, head, first + length", "row, head, first + END_OF_ROWS"
+    assert bounded in source.text
+    (variant,) = build([replace(source, text=source.text.replace(bounded, unbounded))], HOST.arch)
+    assert variant.library, variant.error
+    assert leaks(Kernel.load(variant.library))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [PRESETS["v3"], replace(PRESETS["v3"], split_gqa_heads=True), PRESETS["t64"], PRESETS["w64first"]],
+    ids=str,
+)
+def test_keys_outside_of_all_sequences_are_left_as_they_were(config: Config) -> None:
     problem = Problem("bf16", 2, 4, 2, 40, 40, 64, causal=True, varlen=True)
-    kernel = Kernel.load(library_of(problem, replace(PRESETS["v3"], split_gqa_heads=split_gqa_heads)))
+    kernel = Kernel.load(library_of(problem, config))
     case = Case(problem, "normal", lengths=((20, 30), (40, 40)))
     inputs = make_inputs(case, torch.device("cpu"))
     tensors = [inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse]
@@ -231,6 +263,69 @@ def test_keys_outside_of_all_sequences_are_left_as_they_were(split_gqa_heads: bo
         assert (inside - exact).norm() <= 1e-2 * exact.norm()
         assert (gradient[:, :, :before] == 7).all()
         assert (gradient[:, :, -after:] == 7).all()
+
+
+PACKED_CONFIGS: dict[str, tuple[Config, bool]] = {
+    "v3, deterministic": (PRESETS["v3"], True),
+    "v3 split": (replace(PRESETS["v3"], split_gqa_heads=True), False),
+    "t64, deterministic": (PRESETS["t64"], True),
+    "w64lag": (PRESETS["w64lag"], False),
+    "w64, deterministic": (PRESETS["w64"], True),
+    "w64first": (PRESETS["w64first"], False),
+}
+"""With whether gradients must be the same bits: who waits for a turn must not wait for one that never comes."""
+WRONG_LENGTHS = {
+    # cu_seqlens of q and of keys, the longest of each; and what of 300 rows is right all the same
+    "ends past the tensors": ((0, 100, 150, 350), (0, 100, 180, 400), (170, 170), (slice(0, 300), slice(0, 300))),
+    "falls": ((0, 100, 60, 250), (0, 100, 60, 250), (200, 200), (slice(0, 0), slice(0, 0))),
+    "begins before the tensors": (
+        (-50, 100, 150, 300),
+        (-5, 100, 180, 300),
+        (150, 150),
+        (slice(0, 300), slice(0, 300)),
+    ),
+    "the longest is said to be shorter": ((0, 200, 220, 300), (0, 150, 300, 300), (64, 64), (slice(200, 220), None)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LENGTHS)
+@pytest.mark.parametrize("name", PACKED_CONFIGS)
+def test_lengths_that_cannot_be(name: str, wrong: str) -> None:
+    """No access outside of the tensors, which the host target finds, and no endless wait; and what can be right is."""
+    config, deterministic = PACKED_CONFIGS[name]
+    problem = Problem("bf16", 3, 2, 1, 300, 300, 64, causal=True, varlen=True, deterministic=deterministic)
+    kernel = Kernel.load(library_of(problem, config))
+    starts_q, starts_kv, longest, right = WRONG_LENGTHS[wrong]
+
+    def within(starts: tuple[int, ...]) -> list[int]:
+        return [min(max(start, 0), 300) for start in starts]
+
+    pairs = [[b - a for a, b in itertools.pairwise(within(starts))] for starts in (starts_q, starts_kv)]
+    lengths = tuple(zip(*([max(length, 0) for length in lengths] for lengths in pairs), strict=True))
+    case = Case(problem, "normal", lengths=((300, 300), (0, 0), (0, 0)) if wrong == "falls" else lengths)
+    inputs = make_inputs(case, torch.device("cpu"))
+    tensors = [inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse]
+    expected = backward(kernel, *tensors, case.scale, inputs.features)
+    sequences = Sequences(*(torch.tensor(starts, dtype=torch.int32) for starts in (starts_q, starts_kv)), *longest)
+    found = backward(kernel, *tensors, case.scale, replace(inputs.features, sequences=sequences))
+    for gradient, ours, theirs in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        rows = right[0 if gradient == "dq" else 1]
+        if rows is not None:
+            assert torch.allclose(ours[:, :, rows].float(), theirs[:, :, rows].float(), rtol=1e-2, atol=1e-4), gradient
+
+
+@pytest.mark.parametrize("name", ["w64lag", "w64first"])
+def test_many_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a warp has lanes, so that a lane of the schedule has several; and empty ones of each kind."""
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", "2")
+    monkeypatch.setenv("BWDTUNE_HOST_SM_COUNT", "3")
+    drawn = random.Random(7)
+    lengths = [(drawn.choice((0, 1, 17, 64, 65)), drawn.choice((0, 3, 64, 130))) for _ in range(70)]
+    lengths[40] = (300, 200)
+    problem = Problem("bf16", len(lengths), 2, 1, 300, 200, 64, causal=True, varlen=True)
+    kernel = Kernel.load(library_of(problem, PRESETS[name]))
+    record = Verifier("cpu").verify_on([Case(problem, "normal", lengths=tuple(lengths))], kernel)
+    assert record.passed, record.reason
 
 
 def library_of(problem: Problem, config: Config) -> Path:

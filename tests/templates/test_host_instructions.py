@@ -422,7 +422,7 @@ def test_a_copied_box(
     rows = tile.reshape(-1, box[0]).view(np.uint8)
     found = np.zeros(rows.size // 4, np.uint32)
     coordinates = np.array(start, np.int32)
-    check(program, program.run_box(pointer(encoded), pointer(found), pointer(coordinates), rows.size))
+    check(program, program.run_box(pointer(encoded), pointer(found), 4, pointer(coordinates), rows.size))
     np.testing.assert_array_equal(found.view(np.uint8).reshape(rows.shape), swizzled(rows, span))
 
 
@@ -448,10 +448,55 @@ def test_a_stored_box(
     coordinates = np.array(start, np.int32)
     check(
         program,
-        program.run_store(pointer(encoded), pointer(image), pointer(coordinates), image.size, pointer(sums)),
+        program.run_store(pointer(encoded), pointer(image), 4, pointer(coordinates), image.size, pointer(sums)),
     )
     np.testing.assert_array_equal(storage, expected)
     np.testing.assert_array_equal(sums, 1 + image.view(np.float32).ravel())
+
+
+SEQUENCES = [
+    # the first row of a sequence, its rows, the first row of the box
+    (0, 40, 8),
+    (7, 20, 0),
+    (7, 20, 16),
+    (7, 20, 32),
+    (39, 1, 0),
+    (20, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("first", "length", "row"), SEQUENCES)
+def test_a_box_of_a_packed_sequence(program: ctypes.CDLL, first: int, length: int, row: int) -> None:
+    """The rows' first coordinate ends with the sequence, two others move the box, and addresses wrap around at 2^64."""
+    columns, rows, heads, head, end_of_rows, wrap_bytes = 64, 40, 3, 2, 2**30, 2**35
+    storage = aligned(rows * heads * columns)
+    tensor = storage.reshape(rows, heads, columns)
+    row_bytes = 2 * heads * columns
+    code, encoded = encode(
+        program,
+        storage,
+        [columns, end_of_rows, heads, 2**31 - 1, 2**31 - 1],
+        [row_bytes, 2 * columns, row_bytes, wrap_bytes - row_bytes],
+        [columns, 16, 1, 1, 1],
+        128,
+    )
+    check(program, code)
+    inside = max(min(length - row, 16), 0)
+    tile = np.zeros((16, columns), np.uint16)
+    tile[:inside] = tensor[first + row : first + row + inside, head]
+    coordinates = np.array([0, end_of_rows - length + row, head, first + length, end_of_rows], np.int32)
+    found = np.zeros(tile.size // 2, np.uint32)
+    check(program, program.run_box(pointer(encoded), pointer(found), 5, pointer(coordinates), tile.nbytes))
+    np.testing.assert_array_equal(found.view(np.uint8).reshape(16, -1), swizzled(tile.view(np.uint8), 128))
+
+    stored = np.full((16, columns), 0x3F80, np.uint16)
+    expected = tensor.copy()
+    expected[first + row : first + row + inside, head] = stored[:inside]
+    image, sums = stored.view(np.uint8).copy(), aligned(tile.size).view(np.float32)
+    check(
+        program, program.run_store(pointer(encoded), pointer(image), 5, pointer(coordinates), image.size, pointer(sums))
+    )
+    np.testing.assert_array_equal(tensor, expected)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5, 8])

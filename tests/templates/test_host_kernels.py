@@ -389,7 +389,7 @@ FEATURE_MUTATIONS: dict[str, tuple[str, str]] = {
     "tiles on the left edge are not masked": (" || kv_start < query_start + BLOCK_Q - 1 + low", ""),
     "the last query tile of a window is left out": ("last_row / BLOCK_Q + 1)", "last_row / BLOCK_Q)"),
     "the diagonal begins at the first query": ("int diagonal = seqlen_kv - seqlen_q", "int diagonal = 0"),
-    "every sequence has the first one's keys": ("+ sequence);\n  const int seqlen_q", "+ 0);\n  const int seqlen_q"),
+    "every sequence has the first one's keys": ("arguments.cu_seqlens_kv, sequence,", "arguments.cu_seqlens_kv, 0,"),
     "every sequence has the first one's rows": ("arguments.positions_q + first_query;", "arguments.positions_q;"),
     "the cap has no slope": ("(1.0f - capped * capped)", "1.0f"),
     "a cap of another base": ("arguments.softcap * LOG2_E", "arguments.softcap"),
@@ -452,6 +452,31 @@ WGMMA_MUTATIONS: dict[str, tuple[str, str]] = {
     ),
 }
 WGMMA_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, window_left=70, window_right=37, bottom_right=True)
+
+PACKED_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, varlen=True)
+PACKED_WGMMA_MUTATIONS: dict[str, tuple[str, str]] = {
+    "dK is stored over the next sequence's": (
+        "map, column, END_OF_ROWS - length + row, head, first + length, END_OF_ROWS, source",
+        "map, column, row, head, first + END_OF_ROWS, END_OF_ROWS, source",
+    ),
+    "all sequences have the statistics of the first": (
+        "arguments.query_tiles + item.first_tile + start / BLOCK_Q;\n      const char* lse_delta",
+        "arguments.query_tiles + start / BLOCK_Q;\n      const char* lse_delta",
+    ),
+    "all sequences' dQ is added to the first one's": ("item.first_tile * BLOCK_Q + start", "start"),
+    "statistics of rows are looked up a sequence too late": (
+        "first_padded_row(middle + 1,",
+        "first_padded_row(middle + 2,",
+    ),
+    "who has no queries is not in the schedule": ("max(2 * least, 1u)", "2 * least"),
+    "each round of the schedule begins anew": ("lane_tiles += kv_tiles_before;", ""),
+    "the schedule's lanes do not know of each other": ("lane_rank += rank;", "lane_rank = rank;"),
+    "heads of a sequence are counted from another one on": (
+        "number - sequence.kv_tiles_before * heads",
+        "number - sequence.kv_tiles_before",
+    ),
+    "the search ends a sequence too early": ("<= tile)", "< tile)"),
+}
 
 BULK = dataclasses.replace(PRESETS["t64"], dq_bulk_reduce=True)
 BULK_OF_TWO_GROUPS = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, dq_bulk_reduce=True)
@@ -613,6 +638,8 @@ def mutated_sources() -> dict[str, Source]:
         featured[name] = mutated(name, old, new, PRESETS[preset], FEATURED_PROBLEM)
     split = {name: mutated(name, *change, SPLIT) for name, change in SPLIT_MUTATIONS.items()}
     wgmma = {name: mutated(name, *change, PRESETS["w64lag"], WGMMA_PROBLEM) for name, change in WGMMA_MUTATIONS.items()}
+    for name, change in PACKED_WGMMA_MUTATIONS.items():
+        wgmma[name] = mutated(name, *change, PRESETS["w64lag"], PACKED_PROBLEM)
     dq = {name: mutated(name, *change, config, problem) for name, (config, problem, *change) in DQ_MUTATIONS.items()}
     plain = {name: mutated(name, *change) for name, change in MUTATIONS.items()}
     return plain | transposed | featured | split | wgmma | dq
@@ -622,6 +649,7 @@ PROBLEMS_OF_MUTATIONS = {
     **dict.fromkeys([*MUTATIONS, *TRANSPOSED_MUTATIONS, *SPLIT_MUTATIONS], MUTATED_PROBLEM),
     **dict.fromkeys([*FEATURE_MUTATIONS, *TRANSPOSED_FEATURE_MUTATIONS], FEATURED_PROBLEM),
     **dict.fromkeys(WGMMA_MUTATIONS, WGMMA_PROBLEM),
+    **dict.fromkeys(PACKED_WGMMA_MUTATIONS, PACKED_PROBLEM),
     **{name: problem for name, (_, problem, *_) in DQ_MUTATIONS.items()},
 }
 

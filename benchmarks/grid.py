@@ -85,7 +85,7 @@ def main() -> int:
                     SearchOptions(seed=options.seed, trials=options.trials),
                     builder=lambda source, target: build([source], target, jobs=1)[0],
                     progress=progress_for(console),
-                    bench=worker,
+                    benches={"GPU 0": worker},
                     environment=environment_here,
                     machine=Machine(environment_here.toolkit, gpu_uuid(0), power_limit_w(0)),
                 )

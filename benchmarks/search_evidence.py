@@ -143,7 +143,7 @@ def _alone(lab: Lab, seed: int, trials: int, progress: PlainProgress) -> SearchR
             SearchOptions(seed=seed, trials=trials, min_gain=0, without_head_start=True),
             builder=lambda source, target: build([source], target, cache=lab.cache, jobs=1)[0],
             progress=progress,
-            bench=lab.bench,
+            benches={"the GPU": lab.bench},
             environment=lab.environment,
         )
 

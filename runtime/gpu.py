@@ -173,6 +173,17 @@ def _throttled(nvml: Any, index: int) -> tuple[str, ...]:
     )
 
 
+def gpu_count() -> int:
+    """How many GPUs the driver shows, with `CUDA_VISIBLE_DEVICES` applied.
+
+    Raises:
+        NoGpuError: None.
+    """
+    count = ctypes.c_int()
+    _check(_driver().cuDeviceGetCount(ctypes.byref(count)))
+    return count.value
+
+
 def gpu_uuid(index: int) -> str:
     """The id of one physical GPU, by which other processes know it too: ``GPU-`` and a UUID.
 
@@ -205,13 +216,11 @@ def _driver() -> ctypes.CDLL:
 
 
 def _handle(index: int) -> ctypes.c_int:
-    driver = _driver()
-    count = ctypes.c_int()
-    _check(driver.cuDeviceGetCount(ctypes.byref(count)))
-    if not 0 <= index < count.value:
-        raise NoGpuError(f"there is no GPU {index}: the driver shows {count.value}")
+    count = gpu_count()
+    if not 0 <= index < count:
+        raise NoGpuError(f"there is no GPU {index}: the driver shows {count}")
     handle = ctypes.c_int()
-    _check(driver.cuDeviceGet(ctypes.byref(handle), index))
+    _check(_driver().cuDeviceGet(ctypes.byref(handle), index))
     return handle
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..db.records import Environment
 from ..db.store import Store
 from ..gen.build.jobs import build
 from ..gen.build.toolchain import find_compiler
@@ -18,8 +19,9 @@ from ..gen.errors import UsageError
 from ..gen.paths import writable_cache_dir
 from ..gen.problem import Problem
 from ..gen.space import valid_configs
-from ..runtime.gpu import NoGpuError, current_device, gpu_uuid, power_limit_w
-from .lab.laboratory import laboratory
+from ..runtime.gpu import NoGpuError, current_device, environment, gpu_uuid, power_limit_w
+from .lab.laboratory import laboratory, selected_gpus, workers_of
+from .lab.protocol import Bench
 from .lab.timing import TimingStyle
 from .search.options import DEFAULT_TRIALS, SearchOptions
 from .search.progress import Progress, Silent
@@ -42,6 +44,7 @@ def tune(
     timing: str = "",
     without_head_start: bool = False,
     min_gain: float = SearchOptions.min_gain,
+    gpus: str | None = None,
     arch: str | None = None,
     database: str | Path | None = None,
     cache: Path | None = None,
@@ -65,6 +68,8 @@ def tune(
         timing: How kernels are timed: words of `lab.timing.TIMING_STYLES` between commas.
         without_head_start: Withhold presets, shipped configurations and what won in the database.
         min_gain: End when the trials that are left are expected to gain less (0.001: 0.1 %); 0 tries them all.
+        gpus: Measure on several GPUs at once: ``all`` of this machine, or their numbers, such as ``0,1,3``; None for
+            the first alone.
         arch: The compile target; None for the GPU's.
         database: Where results go: a path or an SQLAlchemy URL; None for the usual place.
         cache: Where compiled kernels are kept; None for the usual place.
@@ -93,13 +98,16 @@ def tune(
         problem = Problem.parse(problem, **described)
     elif described:
         raise UsageError(f"{', '.join(described)}: only a shape is described so, not a Problem")
-    return run_search(problem, options, arch=arch, database=database, cache=cache, progress=progress or Silent())
+    return run_search(
+        problem, options, gpus=gpus, arch=arch, database=database, cache=cache, progress=progress or Silent()
+    )
 
 
 def run_search(
     problem: Problem,
     options: SearchOptions,
     *,
+    gpus: str | None = None,
     arch: str | None,
     database: str | Path | None,
     cache: Path | None,
@@ -111,6 +119,7 @@ def run_search(
     Args:
         problem: What is to be computed.
         options: See `SearchOptions`.
+        gpus: See `tune`.
         arch: The compile target; None for the GPU's.
         database: A path or a URL; None for the usual place.
         cache: Where builds are kept; None for the usual place.
@@ -122,13 +131,16 @@ def run_search(
         BwdtuneError: The compiler, the cache, the database or the GPU cannot be used at all.
     """
     gpu, why_not = None, ""
+    indices = selected_gpus(gpus, notice) if gpus else []
     try:
-        gpu = current_device()
+        gpu = current_device(indices[0] if indices else None)
     except NoGpuError as error:
         why_not = str(error)
     device = searched_card(H200.arch if arch is None and options.emulate and gpu is None else arch, gpu)
     if device.arch == HOST_ARCH:
         raise UsageError(f"a search is for a GPU: use --arch {RTX_5090.arch}, and `tuner verify --arch {HOST_ARCH}`")
+    if indices and device is not gpu:
+        raise UsageError(f"--gpus measures on GPUs of this machine, which are not {device.arch}: leave one of them out")
     if options.within and EMULATED_CARDS[options.within].arch == device.arch:
         options = replace(options, limits=None, emulate=None)  # they are its own
     valid_configs(problem, EMULATED_CARDS[options.within] if options.within else device)
@@ -138,10 +150,14 @@ def run_search(
     writable_cache_dir(cache)
     if device is not gpu and arch is None:
         notice(f"compiling for {device.name}, since {why_not}")
-    with (
-        closing(Store.open(database)) as store,
-        laboratory(device if device is gpu else None, toolkit, notice) as (bench, environment),
-    ):
+    with closing(Store.open(database)) as store, ExitStack() as stack:
+        benches: Mapping[str, Bench]
+        where: Environment | None
+        if indices:
+            benches, where = stack.enter_context(workers_of(indices, notice)), environment(device, toolkit)
+        else:
+            worker, where = stack.enter_context(laboratory(device if device is gpu else None, toolkit, notice))
+            benches = {"the GPU" if where else "the CPU": worker}
         return search(
             problem,
             device,
@@ -149,10 +165,16 @@ def run_search(
             options,
             builder=lambda source, target: build([source], target, cache=cache, jobs=1)[0],
             progress=progress,
-            bench=bench,
-            environment=environment,
-            machine=Machine(toolkit, gpu_uuid(0), power_limit_w(0)) if environment else Machine(toolkit),
+            benches=benches,
+            environment=where,
+            machine=Machine(toolkit, *_cards(indices or [0])) if where else Machine(toolkit),
         )
+
+
+def _cards(indices: Sequence[int]) -> tuple[str, float | None]:
+    """The cards that measure, and the least that one of them may draw."""
+    limits = [limit for index in indices if (limit := power_limit_w(index)) is not None]
+    return ",".join(map(gpu_uuid, indices)), min(limits, default=None)
 
 
 def searched_card(arch: str | None, gpu: Device | None) -> Device:

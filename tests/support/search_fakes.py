@@ -16,12 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest import mock
 
+from landscape import PEER_MS, cost_ms
+
 from bwdtune.db.records import Environment, GpuKey, VerificationRecord
 from bwdtune.db.store import Store
 from bwdtune.gen.build.jobs import CompiledResources, Variant
 from bwdtune.gen.device import H200, Device
 from bwdtune.gen.errors import UsageError
-from bwdtune.gen.families import PRESETS, Config, MmaConfig
+from bwdtune.gen.families import PRESETS, Config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source
 from bwdtune.gen.space import head_dim_refusal, refusal, representatives
@@ -36,7 +38,6 @@ from bwdtune.tuner.search.search import search
 PROBLEM = Problem.parse("8_16_4096_128", causal=True)
 TOOLKIT = "13.0.88"
 ENVIRONMENT = Environment(GpuKey(H200.name, "9.0"), "sm_90a", "580.65.06", TOOLKIT, "2.11.0")
-PEER_MS = {"default": 5.0, "fa": 5.5, "cudnn": 5.0}
 
 TINY_PROBLEM = Problem.parse("1_1_64_64")
 TINY = replace(
@@ -80,14 +81,6 @@ def parameter(config: Config, name: str) -> int | None:
     """Its value of a parameter that its family may not have."""
     value: int | None = config.to_dict().get(name)
     return value
-
-
-def cost_ms(config: Config) -> float:
-    """A landscape with one minimum, and no two equal presets. It lies in the mma family: all of another are slow."""
-    if not isinstance(config, MmaConfig):
-        return 30.0 + list(PRESETS.values()).index(config) if config in PRESETS.values() else 40.0
-    cost = 6.0 + abs(config.block_q - 64) / 32 + abs(config.stages - 2) / 2 + abs(config.warps_per_row_group - 2)
-    return cost + 0.1 * config.dq_vector + 0.05 * config.min_blocks_per_sm
 
 
 @dataclass
@@ -233,6 +226,7 @@ def run_search(
     device=H200,
     builder: FakeBuilder | None = None,
     bench: FakeBench | None = None,
+    benches: dict[str, FakeBench] | None = None,
     environment: Environment | None = ENVIRONMENT,
     progress: Progress | None = None,
     measured: bool = True,
@@ -243,6 +237,7 @@ def run_search(
     What is not measured is verified on the CPU where a bench is given, else nowhere.
     """
     environment = replace(environment, gpu=GpuKey(device.name, "9.0")) if environment else None
+    bench = bench or (FakeBench() if measured else None)
     with (
         closing(Store.open(database)) as store,
         mock.patch("bwdtune.tuner.search.candidates.valid_configs", space),
@@ -256,7 +251,7 @@ def run_search(
             SearchOptions(**{"seed": 0, "trials": 12, "sampler": "tpe", **options}),
             builder=builder or FakeBuilder(),
             progress=progress or Told(),
-            bench=bench or (FakeBench() if measured else None),
+            benches=benches or ({"GPU 0": bench} if bench else {}),
             environment=environment if measured else None,
         )
 

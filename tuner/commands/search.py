@@ -49,6 +49,10 @@ def command(
     timing: TimingOption = "",
     limits: LimitsOption = None,
     emulate: EmulateOption = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", help="Measure on several GPUs at once: all of this machine, or numbers, such as 0,1,3."),
+    ] = None,
     arch: ArchOption = None,
     database: DatabaseOption = None,
     cache: CacheOption = None,
@@ -78,6 +82,7 @@ def command(
     result = run_search(
         problem,
         options,
+        gpus=gpus,
         arch=arch,
         database=database,
         cache=cache,

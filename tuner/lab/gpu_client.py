@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -32,20 +34,36 @@ _SLOWEST_FLOPS = 2e12  # operations a second of a kernel that is worth waiting f
 _SLOWEST_LAUNCH_S = 0.01
 
 
+def _run(connection: Connection, device: str, gpu: str | None, log: str) -> None:
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before anything asks the driver
+    from .gpu_worker import main  # loads PyTorch, which the parent does not need
+
+    main(connection, device, log)
+
+
 class Worker:
     """Verifies and times variants in a child process: started when it is needed, replaced when it is broken.
 
-    Not safe between threads. Close it, or use it as a context manager.
+    One thread asks at a time. Close it, or use it as a context manager; any thread may close it.
+
+    Attributes:
+        main: What the child runs: takes the connection, the device, the GPU and the name of a log file.
     """
 
-    def __init__(self, device: str = "cuda:0", *, limit_s: float | None = None) -> None:
+    main = staticmethod(_run)
+
+    def __init__(self, device: str = "cuda:0", *, gpu: str | None = None, limit_s: float | None = None) -> None:
         """Args:
         device: ``cuda:0`` and so on, or ``cpu`` for variants of the arch ``host``.
+        gpu: The only GPU that the child sees, by its UUID; None for all that this process sees.
         limit_s: A request that takes longer is ended, and its candidate has failed; None for what suits the device.
         """
-        self._device = device
+        self._device, self._gpu = device, gpu
         self._limit_s = limit_s
         self._child: _Child | None = None
+        self._closed = False
+        self._asking = threading.RLock()  # again by an interrupt in the thread that asks
 
     def __enter__(self) -> Worker:
         return self
@@ -54,7 +72,15 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """Ends the child."""
+        """Ends the child for good. A thread that waits for its answer is told so by a `WorkerError`."""
+        self._closed = True
+        child = self._child
+        if child:
+            child.kill()  # which ends the waiting of another thread
+        with self._asking:
+            self._end()
+
+    def _end(self) -> None:
         if self._child:
             child, self._child = self._child, None
             child.end()
@@ -142,31 +168,43 @@ class Worker:
             if not variant.library:
                 raise CandidateError(f"it was not compiled: {variant.error}", variant.source.config.id)
             libraries[variant.source.config.id] = variant.library
-        try:
-            if not self._child:
-                self._child = _Child(self._device)
-            answer = self._child.ask(Request(method, (problem, libraries, *arguments)), self._limit_s or limit_s)
-        except BaseException:  # an interrupt too: the child's answer would be taken for that to the next request
-            self.close()
-            raise
-        if answer.sick:
-            self.close()
+        with self._asking:
+            answer = self._answer(Request(method, (problem, libraries, *arguments)), self._limit_s or limit_s)
         if answer.fatal:
             raise WorkerError(answer.fatal)
         if answer.failure:
             raise CandidateError(answer.failure, answer.candidate)
         return answer.result
 
+    def _answer(self, request: Request, limit_s: float) -> Answer:
+        ended = WorkerError("the process that runs kernels was ended")
+        if self._closed:
+            raise ended
+        try:
+            if not self._child:
+                self._child = _Child(self.main, self._device, self._gpu)
+            if self._closed:  # meanwhile, when there was no child to be ended
+                raise ended
+            answer = self._child.ask(request, limit_s)
+        except BaseException as error:  # an interrupt too: the answer would be taken for that to the next request
+            self._end()
+            if self._closed and isinstance(error, CandidateError):
+                raise ended from None
+            raise
+        if answer.sick:
+            self._end()
+        return answer
+
 
 class _Child:
     """One child process."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, main: Callable[..., None], device: str, gpu: str | None) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._log = tempfile.NamedTemporaryFile(prefix="bwdtune-gpu-", suffix=".log")  # noqa: SIM115
-        arguments = (theirs, device, self._log.name)
-        self._process = context.Process(target=_run, args=arguments, name="bwdtune-gpu", daemon=True)
+        arguments = (theirs, device, gpu, self._log.name)
+        self._process = context.Process(target=main, args=arguments, name="bwdtune-gpu", daemon=True)
         with _interrupts_blocked():  # inherited by the child, which Ctrl-C reaches too, maybe before it can ignore it
             self._process.start()
         theirs.close()
@@ -189,6 +227,11 @@ class _Child:
             self._started = True
         self._connection.send(request)
         return self._receive(limit_s)
+
+    def kill(self) -> None:
+        """Has the process die; `end` waits for that."""
+        with suppress(ValueError):  # it has ended, and was put away
+            self._process.kill()
 
     def end(self) -> None:
         """Ends the process, whatever it is doing.
@@ -244,12 +287,6 @@ def _signal_name(exit_code: int | None) -> str:
 def _ending(exit_code: int | None) -> str:
     name = _signal_name(exit_code)
     return f"died of {name}" if name else f"ended with status {exit_code}"
-
-
-def _run(connection: Connection, device: str, log: str) -> None:
-    from .gpu_worker import main  # loads PyTorch, which the parent does not need
-
-    main(connection, device, log)
 
 
 @contextmanager

@@ -7,10 +7,10 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...db.records import Environment, SearchRecord
 from ...gen.build.jobs import CompiledResources, Variant, job_limit
@@ -22,6 +22,8 @@ from ...gen.problem import Problem
 from ...gen.render import Source, render
 from ...gen.space import refusal, refusals, valid_configs
 from ..interrupts import Interrupts
+from ..lab.pool import Answered, Lost, Pool, Results, Work
+from ..lab.protocol import Bench
 from .compilers import Compilers
 from .cost_model import predict
 from .gates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
@@ -39,9 +41,9 @@ if TYPE_CHECKING:
     from ...db.store import Store
 
 LOOK_AHEAD = 8
-"""Candidates that are proposed and not yet decided: what is chosen later is chosen knowing more. On an H200's 16 cores
-nvcc makes several kernels in the time that the GPU takes to verify and time one, so eight keep it busy. A constant, as
-what a sampler proposes depends on it: one seed is to be one search, on any number of cores."""
+"""Candidates that are proposed and not yet decided, for each GPU: what is chosen later is chosen knowing more. On an
+H200's 16 cores nvcc makes several kernels in the time that the GPU takes to verify and time one, so eight keep it busy.
+A constant, as what a sampler proposes depends on it: one seed is to be one search, on any number of cores."""
 
 Builder = Callable[[Source, str], Variant]
 """Compiles a source for a target. Several threads call it at once."""
@@ -92,6 +94,7 @@ class CandidateSearch(ABC):
         progress: Is told how it goes.
         machine: Where it runs.
         withheld: Configurations that are no part of the space, and do not race.
+        benches: Examine candidates, each by its name; none where nothing is timed.
 
     Attributes:
         study: The name of the study that has its trials; empty where there is none.
@@ -113,6 +116,7 @@ class CandidateSearch(ABC):
         progress: Progress,
         machine: Machine,
         withheld: Collection[Config],
+        benches: Mapping[str, Bench],
     ) -> None:
         self.clock = PhaseClock()
         self._machine = machine
@@ -137,6 +141,9 @@ class CandidateSearch(ABC):
         self.builder, self._progress = builder, progress
         self._interrupts = Interrupts()
         self._total = 0
+        self._results = Results()
+        self._benches = benches
+        self._look_ahead = LOOK_AHEAD * max(1, len(benches))
 
     def patience(self, store: Store) -> Patience:
         """For the calls of a search to its database; an interrupt ends the waiting."""
@@ -150,8 +157,9 @@ class CandidateSearch(ABC):
     def run(self) -> SearchResult:
         """Does the search, and puts everything away. See `search.search`."""
         # Of more threads than candidates are compiled ahead, some would never have anything to do.
-        threads = min(job_limit(os.environ), LOOK_AHEAD)
-        self._compilers: Compilers[Candidate, Compiled] = Compilers(self.compile, threads)
+        threads = min(job_limit(os.environ), self._look_ahead)
+        self._compilers: Compilers[Candidate, Compiled] = Compilers(self.compile, threads, self._results)
+        self.pool = Pool(self._benches, self._results)
         with self._interrupts, self._progress:
             try:
                 self._store.begin(self._record())
@@ -161,6 +169,7 @@ class CandidateSearch(ABC):
                 raise
             finally:
                 self._compilers.close()
+                self.pool.close()
             self._store.end(result.status, self.counts.decided, result.error)
             return result
 
@@ -201,8 +210,16 @@ class CandidateSearch(ABC):
         return Compiled(variant, limits_variant, refused)
 
     @abstractmethod
-    def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
-        """What becomes of a candidate that the compilers have done with."""
+    def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome | None:
+        """What becomes of a candidate that the compilers have done with; None where a bench has to examine it."""
+
+    @abstractmethod
+    def dispatch(self) -> None:
+        """Gives the benches what waits for them."""
+
+    @abstractmethod
+    def examined(self, work: Work, answer: Answered) -> tuple[Candidate, Outcome, Compiled] | None:
+        """What became of a candidate that a bench was given; None where that is still open."""
 
     def figures(self, config: Config, compiled: Compiled | None) -> Row:
         """What is known of a candidate beside what became of it: what it needs and what is predicted.
@@ -236,7 +253,7 @@ class CandidateSearch(ABC):
         proposed = 0
         self.tell("searching")
         while not self._time_is_up():
-            while len(waiting) < LOOK_AHEAD and proposed < self._total:
+            while len(waiting) < self._look_ahead and proposed < self._total:
                 if not self._is_worth_it(proposals, self._total - proposed):
                     self._total = proposed
                     break
@@ -247,8 +264,11 @@ class CandidateSearch(ABC):
             if waiting[0].outcome:
                 # One, and then the next proposal: how many are decided by now depends on the compilers.
                 _tell(proposals, waiting.popleft())
-            elif done := self._next_compiled(self._time_left_s()):
-                self._settle(done[0], self.decide(*done), done[1])
+            else:
+                self.dispatch()
+                self._take(*self._next(self._time_left_s()))
+        while self.pool.busy:  # what was begun counts
+            self._take(*self._next())
         self.notes.append(f"the time is up: {self._total - self.counts.decided} trials are left for the next search")
 
     def compile_all(self, configs: Iterable[Config]) -> dict[Config, Compiled]:
@@ -259,10 +279,37 @@ class CandidateSearch(ABC):
             self._compilers.submit(Candidate(config, self.source(config)))
         compiled: dict[Config, Compiled] = {}
         while len(compiled) < len(wanted):
-            done = self._next_compiled()
-            if done and not done[0].proposal:  # else a trial that was begun before the time was up
-                compiled[done[0].config] = done[1]
+            task, result = self._next()
+            if isinstance(task, Candidate) and not task.proposal:  # else a trial that was begun before the time was up
+                compiled[task.config] = result
+            elif isinstance(task, Lost):
+                self.notice(str(task))
         return {config: compiled[config] for config in wanted}
+
+    def on_benches(self, phase: str, *pieces: Callable[[Bench], Any]) -> list[Answered]:
+        """Has work done outside of the trials, each piece on any bench, and waits for it.
+
+        Args:
+            phase: What the time is counted to.
+            pieces: The work.
+
+        Returns:
+            What came of each.
+
+        Raises:
+            WorkerError: No bench can do anything any more.
+        """
+        works = [Work(do) for do in pieces]
+        for work in works:
+            self.pool.submit(work)
+        done: dict[int, Answered] = {}
+        while len(done) < len(works):
+            task, result = self._next(phase=phase)
+            if isinstance(task, Work):
+                done[id(task)] = result
+            elif isinstance(task, Lost):
+                self.notice(str(task))
+        return [done[id(work)] for work in works]
 
     def source(self, config: Config) -> Source:
         """What runs on the card for a configuration; slowed where another card is emulated."""
@@ -394,10 +441,23 @@ class CandidateSearch(ABC):
             self._compilers.submit(candidate)
         return candidate
 
-    def _next_compiled(self, timeout_s: float | None = None) -> tuple[Candidate, Compiled] | None:
-        """Waits for the compilers; None where none is done within the time."""
-        with self.wait("compile"):
-            return self._compilers.next(timeout_s)
+    def _next(self, timeout_s: float | None = None, phase: str = "") -> tuple[Any, Any]:
+        """Waits for the compilers and the benches: a task and its result; twice None where the time is over."""
+        with self.wait(phase or ("time" if self.pool.busy else "compile")):
+            task, result = self._results.next(timeout_s)
+        if isinstance(task, Work):
+            self.pool.release(task)
+        return task, result
+
+    def _take(self, task: Any, result: Any) -> None:
+        """Goes on with what was done."""
+        if isinstance(task, Lost):
+            self.notice(str(task))
+        elif isinstance(task, Candidate):
+            if outcome := self.decide(task, result):
+                self._settle(task, outcome, result)
+        elif isinstance(task, Work) and (found := self.examined(task, result)):
+            self._settle(*found)
 
     def _settle(
         self, candidate: Candidate, outcome: Outcome, compiled: Compiled | None = None, *, stored: bool = False

@@ -35,6 +35,12 @@ class PhaseClock:
         finally:
             self._seconds[name] += time.perf_counter() - start
 
+    def move(self, phase: str, other: str, seconds: float) -> None:
+        """Counts a part of a phase, if there is so much of it, to another."""
+        seconds = min(seconds, self._seconds[phase])
+        self._seconds[phase] -= seconds
+        self._seconds[other] += seconds
+
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._start
 

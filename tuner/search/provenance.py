@@ -18,8 +18,8 @@ class Machine:
 
     Attributes:
         toolkit: The version of nvcc.
-        gpu_uuid: Which card measures, where one does.
-        power_limit_w: What it may draw at most, where that is known.
+        gpu_uuid: Which card measures, where one does; of several, between commas.
+        power_limit_w: What it may draw at most, where that is known; of several the least.
         host: The machine's name.
     """
 

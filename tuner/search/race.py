@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
 from ...db.errors import InvalidRecord
-from ...db.records import NO_FUSED_BACKWARD
+from ...db.records import NO_FUSED_BACKWARD, VerificationRecord
 from ...gen.build.jobs import CompiledResources, Variant
 from ...gen.families import PRESETS, Config, short_form
 from ..lab.gate import verify_fully
 from ..lab.paired import Ratio
 from ..lab.peers import DEFAULT, PEERS
+from ..lab.pool import Answered
 from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import RACE_POLICY, Policy, Timings
 from .candidates import CandidateSearch, Compiled
@@ -51,9 +52,8 @@ class FinalRace:
     """Times the best few of a search again, and stores the fastest of ours as the winner.
 
     Args:
-        search: Compiles, waits, and tells of the race.
+        search: Compiles, waits, tells of the race, and has the benches: all run on one card.
         store: Where times and the winner go.
-        bench: Verifies and times.
         costs: What the search measured, or knows from earlier ones: each configuration's time or cycles.
         unfit: What it found wrong or refused, with the reason.
 
@@ -65,11 +65,10 @@ class FinalRace:
         self,
         search: CandidateSearch,
         store: SearchStore,
-        bench: Bench,
         costs: Mapping[Config, float],
         unfit: Mapping[Config, str],
     ) -> None:
-        self._search, self._store, self._bench = search, store, bench
+        self._search, self._store = search, store
         self._costs, self._unfit = costs, unfit
         self._policy = search.options.timing.applied_to(RACE_POLICY)
         self.record: dict[str, Any] = {}
@@ -84,8 +83,8 @@ class FinalRace:
         while racers and timings is None:
             search.tell(f"racing {len(racers)} finalists and presets")
             try:
-                with search.wait("time"):
-                    timings = self._bench.time(search.problem, [racer.variant for racer in racers], peers, self._policy)
+                (answer,) = search.on_benches("time", self._heat(racers, peers))
+                timings = answer.get()
             except CandidateError as error:
                 if error.fault.maybe_from_outside and not excused:
                     excused = True
@@ -111,6 +110,10 @@ class FinalRace:
             rows, winner = [beside.get(id(row), row) for row in rows], beside.get(id(winner), winner)
             self.record = _race_record(winner, ratios, timings, self._policy)
         return sorted(rows, key=lambda row: row.ms or row.cycles or math.inf), winner
+
+    def _heat(self, racers: list[_Racer], peers: Sequence[str]) -> Callable[[Bench], Timings]:
+        problem, variants = self._search.problem, [racer.variant for racer in racers]
+        return lambda bench: bench.time(problem, variants, peers, self._policy)
 
     def _rank(self, racers: list[_Racer], timings: Timings) -> tuple[list[Row], Row | None]:
         """Stores the times and the winner; returns the racers' rows, and the winner's."""
@@ -173,19 +176,32 @@ class FinalRace:
             for name, config in raced.items()
             if config not in names
         ]
-        for config, compiled in search.compile_all(names).items():
-            search.tell(f"checking {len(names)} finalists and presets at full size")
+        compiled = search.compile_all(names)
+        search.tell(f"checking {len(names)} finalists and presets at full size")
+        entered: dict[Config, tuple[int, Variant]] = {}
+        reasons: dict[Config, str] = {}
+        for config in names:
             try:
-                racers.append(self._enter(names[config], config, compiled))
+                entered[config] = self._enter(config, compiled[config])
             except CandidateError as error:
-                rows.append(search.row(names[config], config, _resources(compiled.variant), str(error)))
+                reasons[config] = str(error)
+        verdicts = search.on_benches("verify", *(self._check(variant) for _, variant in entered.values()))
+        for config, answer in zip(entered, verdicts, strict=True):
+            try:
+                racers.append(self._admit(names[config], *entered[config], answer, compiled[config].limits_variant))
+            except CandidateError as error:
+                reasons[config] = str(error)
+        rows += [
+            search.row(names[config], config, _resources(compiled[config].variant), reason)
+            for config, reason in reasons.items()
+        ]
         return racers, rows
 
-    def _enter(self, name: str, config: Config, compiled: Compiled) -> _Racer:
-        """Admits a variant to the race.
+    def _enter(self, config: Config, compiled: Compiled) -> tuple[int, Variant]:
+        """What is to be verified at the problem's own sizes, and its id in the store.
 
         Raises:
-            CandidateError: It does not belong there: with the reason.
+            CandidateError: It does not belong into the race: with the reason.
         """
         if config in self._unfit:
             raise CandidateError(self._unfit[config])
@@ -194,15 +210,30 @@ class FinalRace:
             variant_id = self._store.record_variant(variant)
         if compiled.refused or compiled.variant is None or variant_id is None:
             raise CandidateError(compiled.refused.reason if compiled.refused else "it was not compiled")
-        known = config in self._costs  # as a candidate of this search, or of one before under these conditions
-        with self._search.wait("verify"):
-            verdicts = verify_fully(self._bench, self._search.problem, compiled.variant, small=not known)
+        return variant_id, compiled.variant
+
+    def _check(self, variant: Variant) -> Callable[[Bench], tuple[VerificationRecord, ...]]:
+        problem = self._search.problem
+        # As a candidate of this search, or of one before under these conditions.
+        known = variant.source.config in self._costs
+        return lambda bench: verify_fully(bench, problem, variant, small=not known)
+
+    def _admit(
+        self, name: str, variant_id: int, variant: Variant, answer: Answered, limits_variant: Variant | None
+    ) -> _Racer:
+        """Admits a variant to the race.
+
+        Raises:
+            CandidateError: It is wrong, crashed or hung.
+        """
+        verdicts = answer.get()
         for verdict in verdicts:
             verification_id = self._store.record_verification(variant_id, verdict)
         if not verdicts[-1].passed:
             raise CandidateError(f"wrong: {verdicts[-1].reason}")
-        row = replace(self._search.row(name, config, compiled.variant.resources), max_error=verdicts[-1].max_error)
-        return _Racer(row, compiled.variant, variant_id, verification_id, self._may_win(compiled.limits_variant))
+        row = self._search.row(name, variant.source.config, variant.resources)
+        row = replace(row, max_error=verdicts[-1].max_error)
+        return _Racer(row, variant, variant_id, verification_id, self._may_win(limits_variant))
 
     def _may_win(self, limits_variant: Variant | None) -> bool:
         """Whether a variant keeps to the limits: a preset that does not still runs, to be compared with."""

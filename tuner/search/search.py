@@ -12,6 +12,7 @@ the best is stored as the best emulated one, which never wins.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +42,7 @@ def search(
     *,
     builder: Builder,
     progress: Progress,
-    bench: Bench | None = None,
+    benches: Mapping[str, Bench] | None = None,
     environment: Environment | None = None,
     machine: Machine | None = None,
 ) -> SearchResult:
@@ -57,9 +58,10 @@ def search(
         options: See `SearchOptions`.
         builder: Compiles.
         progress: Is told how it goes.
-        bench: Verifies and times. Without it arithmetic and compiler alone judge.
-        environment: Where the bench measures. Without one the bench is the CPU's, which verifies and does not time:
-            times are predicted, and there is no winner.
+        benches: Verify and time, each by its name: a GPU each, all of one kind. Without one arithmetic and compiler
+            alone judge.
+        environment: Where the benches measure. Without one there is a single bench, the CPU's, which verifies and does
+            not time: times are predicted, and there is no winner.
         machine: Where it runs, to be stored with the search; None where only the machine's name is to be.
 
     Raises:
@@ -69,10 +71,11 @@ def search(
     """
     machine = machine or Machine()
     withheld = head_starts(store) if options.without_head_start else ()
-    if bench is None or environment is None:
-        result = Survey(problem, device, store, options, builder, progress, machine, withheld, bench).run()
+    about = (problem, device, store, options, builder, progress, machine, withheld)
+    if not benches or environment is None:
+        result = Survey(*about, next(iter(benches.values()), None) if benches else None).run()
     else:
-        result = Tuning(problem, device, store, options, builder, progress, machine, withheld, bench, environment).run()
+        result = Tuning(*about, benches, environment).run()
     if not result.error and (gone := _removed_file(store)):
         return replace(result, status="failed", error=f"{gone} was removed during the search: nothing of it is stored")
     return result

@@ -15,6 +15,7 @@ from ...gen.emulation import EMULATED_CARDS
 from ...gen.families import PRESETS, Config
 from ...gen.problem import Problem
 from ...gen.render import render
+from ..lab.pool import Answered, Work
 from ..lab.protocol import Bench, CandidateError, WorkerError
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
 from .cost_model import ranked
@@ -48,7 +49,7 @@ class Survey(CandidateSearch):
         withheld: Collection[Config],
         bench: Bench | None,
     ) -> None:
-        super().__init__(problem, device, options, builder, progress, machine, withheld)
+        super().__init__(problem, device, options, builder, progress, machine, withheld, {})
         self._bench, self._store = bench, VariantStore(store, problem, self.patience(store))
         self._survivors: list[Row] = []
         self._max_errors: dict[Config, float] = {}
@@ -139,6 +140,12 @@ class Survey(CandidateSearch):
         self.counts.passed += 1
         self._survivors.append(row)
         return Outcome("unmeasured")
+
+    def dispatch(self) -> None:
+        pass  # there is nothing to measure on
+
+    def examined(self, work: Work, answer: Answered) -> tuple[Candidate, Outcome, Compiled] | None:
+        raise AssertionError("nothing was given to a bench")
 
     def figures(self, config: Config, compiled: Compiled | None) -> Row:
         return replace(super().figures(config, compiled), max_error=self._max_errors.get(config))

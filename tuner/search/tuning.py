@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...db.errors import DatabaseError, InvalidRecord
@@ -17,7 +18,9 @@ from ...gen.errors import BwdtuneError
 from ...gen.families import PRESETS, Config, preset_name, short_form
 from ...gen.problem import Problem
 from ...gen.space import space_hash
+from ..lab.examination import Examination, Report
 from ..lab.peers import DEFAULT
+from ..lab.pool import Answered, Work
 from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import SEARCH_POLICY, Cycles, Timing, Timings
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
@@ -37,7 +40,30 @@ if TYPE_CHECKING:
 HEAD_STARTS = 4
 """What has won elsewhere on such a card and is tried before what a sampler proposes: few, since much of it is alike."""
 
-_SLOWED = 1.1  # the incumbent takes so much longer than before: the card is not what it was
+_SLOWED = 1.1  # the reference takes so much longer than before: the card is not what it was
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A candidate that waits for a bench, or is examined by one.
+
+    Attributes:
+        candidate: The candidate.
+        compiled: What the compilers made of it.
+        variant: What of that runs.
+        variant_id: Its id in the store.
+        reference: What it is timed beside, and the cost of that.
+        alone: It is tried once more, with nothing beside it at first.
+        avoid: The bench on which it failed.
+    """
+
+    candidate: Candidate
+    compiled: Compiled
+    variant: Variant
+    variant_id: int
+    reference: tuple[Config, float] | None = None
+    alone: bool = False
+    avoid: str | None = None
 
 
 class Tuning(CandidateSearch):
@@ -53,11 +79,11 @@ class Tuning(CandidateSearch):
         progress: Progress,
         machine: Machine,
         withheld: Collection[Config],
-        bench: Bench,
+        benches: Mapping[str, Bench],
         environment: Environment,
     ) -> None:
-        super().__init__(problem, device, options, builder, progress, machine, withheld)
-        self._bench, self._environment = bench, environment
+        super().__init__(problem, device, options, builder, progress, machine, withheld, benches)
+        self._environment = environment
         self._policy = options.timing.applied_to(SEARCH_POLICY)
         self._patience = self.patience(store)
         self._store: SearchStore = SearchStore(store, problem, options, environment, self._patience)
@@ -68,7 +94,9 @@ class Tuning(CandidateSearch):
         self._answers: dict[Config, StoredMeasurement] = {}  # stored results in place of a measurement
         self._default_cost: float | None = None
         self._unfit: dict[Config, str] = {}
-        self._incumbent: Variant | None = None
+        self._compiled: deque[_Ready] = deque()
+        self._references: dict[Config, Variant] = {}
+        self._paces: dict[str, float] = {}  # how much longer than its cost says a reference took at first, by bench
         self._noisy = 0
         self.study = store.study_name(problem, device, options.limits, space_hash(), emulate=options.emulate)
         conditions = " ".join(
@@ -97,9 +125,11 @@ class Tuning(CandidateSearch):
                     self.counts.earlier += 1
                     self._note(config, outcome)
             if self.best and proposals.remaining and not self.options.emulate:
-                self._incumbent = self.compile_all([self.best[0]])[self.best[0]].variant
+                variant = self.compile_all([self.best[0]])[self.best[0]].variant
+                if variant and variant.library:
+                    self._references[self.best[0]] = variant
             self.try_candidates(proposals)
-            race = FinalRace(self, self._store, self._bench, self._costs, self._unfit)
+            race = FinalRace(self, self._store, self._costs, self._unfit)
             rows, winner = race.run()
             if race.record:
                 self._patience(lambda: self._log.add_race(race.record))
@@ -141,7 +171,7 @@ class Tuning(CandidateSearch):
         self._answers[candidate.config] = stored
         return self._outcome(stored.record.cycles if self.options.emulate else stored.record.median_ms)
 
-    def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome:
+    def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome | None:
         if compiled.limits_variant:
             self._store.record_variant(compiled.limits_variant)
         variant_id = self._store.record_variant(compiled.variant) if compiled.variant else None
@@ -150,64 +180,102 @@ class Tuning(CandidateSearch):
         if known := self._measured(candidate, compiled.variant.machine_code):
             self.counts.stored += 1  # other text of the same kernel
             return known
+        self._compiled.append(_Ready(candidate, compiled, compiled.variant, variant_id))
+        return None
+
+    def dispatch(self) -> None:
+        while not self._time_is_up():
+            ready = next((one for one in self._compiled if self.pool.takes(one.avoid)), None)
+            if ready is None:
+                return
+            reference = self._reference()
+            if reference is None and self.pool.busy and not self.options.emulate:
+                return  # the first that is timed is what others are compared with, on whatever card
+            # PyTorch's default runs beside the first alone: people are told what is gained over it.
+            first = not (self._timings or self.pool.busy or self.options.emulate)
+            self._compiled.remove(ready)
+            ready = replace(ready, reference=reference)
+            examination = Examination(
+                self.problem,
+                ready.variant,
+                self._references[reference[0]] if reference else None,
+                self._policy,
+                (DEFAULT,) if first else (),
+                ready.alone,
+            )
+            self.pool.submit(Work(examination, ready, ready.avoid))
+
+    def _reference(self) -> tuple[Config, float] | None:
+        """What candidates are timed beside, and its cost: the best so far that there is a kernel of."""
+        best = min(self._references, key=self._costs.__getitem__, default=None)
+        # Cycles do not depend on the clock: nothing has to run beside an emulated one.
+        return None if best is None or self.options.emulate else (best, self._costs[best])
+
+    def examined(self, work: Work, answer: Answered) -> tuple[Candidate, Outcome, Compiled] | None:
+        ready: _Ready = work.subject
+        config = ready.candidate.config
+        report = Report(error=answer.value) if isinstance(answer.value, CandidateError) else answer.value
+        # The benches work at once, and are waited for together.
+        self.clock.move("time", "verify", report.verify_s / len(self._benches))
+        if report.error and report.error.fault.maybe_from_outside and not ready.alone:
+            self.notice(f"{short_form(config)}: {report.error}; it is tried once more, alone")
+            self._compiled.appendleft(replace(ready, alone=True, avoid=work.bench))
+            return None
+        if report.reference_fell and ready.reference:
+            self._references.pop(ready.reference[0], None)
+        outcome = self._judged(ready, report, work.bench)
+        if report.timings and outcome.cost is not None:
+            self._costs[config], self._timings[config] = outcome.cost, report.timings[config.id]
+            self._references[config] = ready.variant
+        self.dispatch()  # before anything is written: the bench need not wait for that
         try:
-            try:
-                return self._judged(compiled.variant, variant_id)
-            except CandidateError as error:
-                if not error.fault.maybe_from_outside:
-                    raise
-                self.notice(f"{short_form(candidate.config)}: {error}; it is tried once more, alone")
-                return self._judged(compiled.variant, variant_id, alone=True)
-        except CandidateError as error:
-            twice = " (twice)" if error.fault.maybe_from_outside else ""
-            return Outcome("failed", reason=f"{error}{twice}", fault=error.fault, kind=error.fault.kind)
+            self._keep(ready, report, outcome)
         except InvalidRecord as error:
-            return Outcome("failed", reason=str(error), kind="timing")
+            del self._costs[config], self._timings[config], self._references[config]
+            outcome = Outcome("failed", reason=str(error), kind="timing")
+        return ready.candidate, outcome, ready.compiled
 
-    def _judged(self, variant: Variant, variant_id: int, *, alone: bool = False) -> Outcome:
-        """The third gate and the time of a candidate.
+    def _judged(self, ready: _Ready, report: Report, bench: str) -> Outcome:
+        """What an examination says of a candidate."""
+        if report.error:
+            twice = " (twice)" if report.error.fault.maybe_from_outside else ""
+            fault = report.error.fault
+            return Outcome("failed", reason=f"{report.error}{twice}", fault=fault, kind=fault.kind)
+        if report.timings is None:
+            reason = report.verification.reason if report.verification else ""
+            return Outcome("failed", reason=f"wrong: {reason}", kind="gradients")
+        self._watch(ready, report.timings, bench)
+        return self._outcome(self._cost(ready, report.timings, bench))
 
-        Args:
-            variant: The candidate, compiled.
-            variant_id: Its id in the store.
-            alone: Nothing runs beside it that could be to blame.
+    def _keep(self, ready: _Ready, report: Report, outcome: Outcome) -> None:
+        """Stores what came of an examination.
 
         Raises:
-            CandidateError: It crashed or hung.
             InvalidRecord: Its time is none.
         """
-        config = variant.source.config
-        with self.wait("verify"):
-            verification = self._bench.verify(self.problem, variant)
-        self._store.record_verification(variant_id, verification)
-        self._max_errors[config] = verification.max_error
-        if not verification.passed:
-            return Outcome("failed", reason=f"wrong: {verification.reason}", kind="gradients")
-        timings = self._time(variant) if alone else self._time_beside_incumbent(variant)
-        outcome = self._outcome(self._cost(config, timings))
-        if outcome.cost is None:
-            return outcome
-        self._store.record_timing(variant_id, config, timings, self._policy)
-        self._timings[config] = timings[config.id]
-        if config.id in timings.cycles:
-            self._cycles[config] = timings.cycles[config.id]
+        config = ready.candidate.config
+        if report.verification:
+            self._store.record_verification(ready.variant_id, report.verification)
+            self._max_errors[config] = report.verification.max_error
+        if report.timings is None or outcome.cost is None:
+            return
+        self._store.record_timing(ready.variant_id, config, report.timings, self._policy)
+        if config.id in report.timings.cycles:
+            self._cycles[config] = report.timings.cycles[config.id]
         self.counts.measured += 1
-        # Cycles do not depend on the clock: nothing has to run beside an emulated one.
-        if not self.options.emulate and (self.best is None or outcome.cost < self.best[1]):
-            self._incumbent = variant
-        return outcome
 
-    def _cost(self, config: Config, timings: Timings) -> float:
-        """What ranks a candidate: the incumbent's cost, times how much longer the candidate took beside it.
+    def _cost(self, ready: _Ready, timings: Timings, bench: str) -> float:
+        """What ranks a candidate: the reference's cost, times how much longer the candidate took beside it.
 
-        The clock falls in the course of a search, and with it every time alone: costs are times at the clock that the
-        first candidate met.
+        The clock falls in the course of a search, and with it every time alone, and cards of one name differ: costs are
+        times on the card, and at the clock, that the first candidate met.
         """
-        incumbent = self._incumbent.source.config if self._incumbent else None
-        if self.options.emulate or incumbent is None or incumbent.id not in timings or incumbent == config:
-            cost = timings.cost(config.id, by_cycles=self.options.emulate is not None)
+        config = ready.candidate.config
+        if ready.reference and ready.reference[0].id in timings:
+            reference, known = ready.reference
+            cost = known * timings.ratio(config.id, reference.id).median
         else:
-            cost = self._costs[incumbent] * timings.ratio(config.id, incumbent.id).median
+            cost = timings.cost(config.id, by_cycles=self.options.emulate is not None) / self._paces.get(bench, 1.0)
         if DEFAULT in timings:
             self._default_cost = cost * timings.ratio(DEFAULT, config.id).median
         return cost
@@ -218,6 +286,22 @@ class Tuning(CandidateSearch):
 
     def _outcome(self, cost: float | None) -> Outcome:
         return Outcome.timed(math.nan if cost is None else cost, "cycles" if self.options.emulate else "ms")
+
+    def _watch(self, ready: _Ready, timings: Timings, bench: str) -> None:
+        """Tells whether the times are noisy, and whether the card is what it was."""
+        slowed = ""
+        if ready.reference is None:
+            self._paces.setdefault(bench, 1.0)  # costs are times on this card
+        elif ready.reference[0].id in timings and not timings.notice:
+            pace = timings[ready.reference[0].id].median_ms / ready.reference[1]
+            # Another card than the one on which the first was timed has a pace of its own.
+            usual = self._paces.setdefault(bench, pace if self._paces else 1.0)
+            if pace / usual > _SLOWED:
+                slowed = f"the best so far takes {pace / usual - 1:.0%} longer than before: is the GPU busy, or hot?"
+        if timings.notice or slowed:
+            self._noisy += 1
+            if self._noisy == 1:
+                self.notice(timings.notice or slowed)
 
     def figures(self, config: Config, compiled: Compiled | None) -> Row:
         row = super().figures(config, compiled)
@@ -254,41 +338,6 @@ class Tuning(CandidateSearch):
             self._costs[config] = outcome.cost
             if self.best is None or outcome.cost < self.best[1]:
                 self.best = (config, outcome.cost)
-
-    def _time_beside_incumbent(self, variant: Variant) -> Timings:
-        """Times a candidate interleaved with the best one so far, which tells whether the card is what it was.
-
-        A noisy timing is repeated before it counts.
-        """
-        beside = [variant, *filter(None, [self._incumbent])]
-        try:
-            timings = self._time(*beside, peers=self._reference())
-            if timings.notice:
-                timings = self._time(*beside, peers=self._reference())
-        except CandidateError as error:
-            if self._incumbent is None or error.candidate != self._incumbent.source.config.id:
-                raise
-            self._incumbent = None  # it may have been struck by what this candidate left behind
-            timings = self._time(variant, peers=self._reference())
-        slowed = ""
-        if self._incumbent and not timings.notice:
-            config = self._incumbent.source.config
-            ratio = timings[config.id].median_ms / self._costs[config]
-            if ratio > _SLOWED:
-                slowed = f"the best so far takes {ratio - 1:.0%} longer than before: is the GPU busy, or hot?"
-        if timings.notice or slowed:
-            self._noisy += 1
-            if self._noisy == 1:
-                self.notice(timings.notice or slowed)
-        return timings
-
-    def _time(self, *variants: Variant, peers: Sequence[str] = ()) -> Timings:
-        with self.wait("time"):
-            return self._bench.time(self.problem, variants, peers, self._policy)
-
-    def _reference(self) -> tuple[str, ...]:
-        """PyTorch's default, beside the first candidate of a search alone: people are told what is gained over it."""
-        return () if self._timings or self.options.emulate else (DEFAULT,)
 
     def _measured_rows(self) -> list[Row]:
         """The best few of this search, from what is in memory."""

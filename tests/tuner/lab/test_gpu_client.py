@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -108,6 +109,31 @@ def test_a_hang_costs_one_candidate() -> None:
             worker.verify(PROBLEM, variant("ENDLESS"))
         worker._limit_s = 20
         assert worker.verify(PROBLEM, variant()).passed
+
+
+@pytest.mark.slow
+def test_whoever_ends_it_tells_the_thread_that_waits() -> None:
+    """At once, whatever a kernel does; and it stays ended."""
+    worker, errors = Worker("cpu"), []
+
+    def wait() -> None:
+        with pytest.raises(WorkerError, match="was ended") as error:
+            worker.verify(PROBLEM, variant("ENDLESS"))
+        errors.append(error)
+
+    assert worker.verify(PROBLEM, variant()).passed
+    child = psutil.Process(worker._child._process.pid)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until = child.cpu_times().user + 0.2
+    while child.cpu_times().user < until:
+        time.sleep(0.01)
+    worker.close()
+    thread.join(10)
+    assert len(errors) == 1
+    assert not child.is_running()
+    with pytest.raises(WorkerError, match="was ended"):
+        worker.verify(PROBLEM, variant())
 
 
 def test_an_error_code_costs_one_candidate_and_not_the_process(worker: Worker) -> None:

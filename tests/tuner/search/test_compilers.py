@@ -6,24 +6,25 @@ import threading
 
 import pytest
 
+from bwdtune.tuner.lab.pool import Results
 from bwdtune.tuner.search.compilers import Compilers
 
 
 def test_results_come_as_they_are_ready() -> None:
-    slow = threading.Event()
+    slow, results = threading.Event(), Results()
 
     def work(job: str) -> str:
         if job == "slow":
             slow.wait(30)
         return job.upper()
 
-    compilers = Compilers(work, threads=2)
+    compilers = Compilers(work, threads=2, results=results)
     for job in ("slow", "a", "b"):
         compilers.submit(job)
-    assert {compilers.next(30), compilers.next(30)} == {("a", "A"), ("b", "B")}
-    assert compilers.next(0.01) is None
+    assert {results.next(30), results.next(30)} == {("a", "A"), ("b", "B")}
+    assert results.next(0.01) == (None, None)
     slow.set()
-    assert compilers.next(30) == ("slow", "SLOW")
+    assert results.next(30) == ("slow", "SLOW")
     compilers.close()
 
 
@@ -31,16 +32,17 @@ def test_what_a_job_raises_is_raised_where_it_is_waited_for() -> None:
     def work(job: str) -> str:
         raise ValueError(job)
 
-    compilers = Compilers(work, threads=1)
+    results = Results()
+    compilers = Compilers(work, threads=1, results=results)
     compilers.submit("bad")
     with pytest.raises(ValueError, match="bad"):
-        compilers.next(30)
+        results.next(30)
     compilers.close()
 
 
 def test_jobs_that_were_not_begun_can_be_taken_back() -> None:
     begun, go_on = threading.Event(), threading.Event()
-    done = []
+    done, results = [], Results()
 
     def work(job: int) -> int:
         begun.set()
@@ -48,13 +50,13 @@ def test_jobs_that_were_not_begun_can_be_taken_back() -> None:
         done.append(job)
         return job
 
-    compilers = Compilers(work, threads=1)
+    compilers = Compilers(work, threads=1, results=results)
     for job in range(3):
         compilers.submit(job)
     assert begun.wait(30)
     compilers.forget_waiting()
     go_on.set()
-    assert compilers.next(30) == (0, 0)
-    assert compilers.next(0.05) is None
+    assert results.next(30) == (0, 0)
+    assert results.next(0.05) == (None, None)
     compilers.close()
     assert done == [0]

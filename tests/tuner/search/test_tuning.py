@@ -992,7 +992,7 @@ def test_the_real_worker_and_builder(database: Path) -> None:
             SearchOptions(trials=3, seed=0),
             builder=lambda source, arch: build([source], arch, jobs=1)[0],
             progress=Told(),
-            bench=worker,
+            benches={"CPU": worker},
             environment=environment,
         )
         assert result.counts.measured == 3, result.failures
@@ -1197,7 +1197,7 @@ def test_a_crash_on_the_cpu_costs_one_candidate(database: Path) -> None:
     problem = Problem.parse("1_1_64_32")
     with Worker("cpu") as worker, closing(Store.open(database)) as store:
         options = SearchOptions(trials=2)
-        result = search(problem, RTX_5090, store, options, builder=builder, progress=Told(), bench=worker)
+        result = search(problem, RTX_5090, store, options, builder=builder, progress=Told(), benches={"CPU": worker})
     assert (V2, "on the CPU: its process died of SIGSEGV") in result.failures
     assert result.counts.verified == 1
 

@@ -319,6 +319,7 @@ class Winner:
             such a hash.
         default_ms: As `MeasurementRecord.default_ms`.
         default_kernel: As `MeasurementRecord.default_kernel`.
+        measurement_id: The measurement that it wins by.
     """
 
     problem: Problem
@@ -340,6 +341,7 @@ class Winner:
     machine_code: str | None = None
     default_ms: float | None = None
     default_kernel: str | None = None
+    measurement_id: int | None = None
 
     @property
     def advantage(self) -> float | None:
@@ -371,6 +373,7 @@ class EmulatedBest:
         partial: Whether the search was interrupted.
         policy: How it was timed.
         created_at: UTC.
+        measurement_id: The measurement that it is best by.
     """
 
     problem: Problem
@@ -386,6 +389,7 @@ class EmulatedBest:
     partial: bool
     policy: str
     created_at: datetime
+    measurement_id: int | None = None
 
 
 @dataclass(frozen=True)

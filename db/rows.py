@@ -423,6 +423,7 @@ def winner_record(
         machine_code=compiled.machine_code,
         default_ms=measured.default_ms,
         default_kernel=measured.default_kernel,
+        measurement_id=row.measurement_id,
     )
 
 
@@ -452,4 +453,5 @@ def emulated_best(
         partial=row.partial,
         policy=emulated.policy,
         created_at=row.created_at.replace(tzinfo=timezone.utc),
+        measurement_id=row.measurement_id,
     )

@@ -182,11 +182,11 @@ class Store:
             session.flush()
             return row.id
 
-        return self._write(work)
+        return self.transaction(work)
 
     def update_search(self, search_id: int, *, decided: int) -> None:
         """Stores how many candidates a search has decided so far."""
-        self._write(
+        self.transaction(
             lambda session: session.execute(
                 sa.update(SearchRow).where(SearchRow.id == search_id).values(decided=decided)
             )
@@ -202,7 +202,7 @@ class Store:
             error: Why it failed.
         """
         values = {"status": status, "decided": decided, "error": error, "ended_at": _now()}
-        self._write(
+        self.transaction(
             lambda session: session.execute(sa.update(SearchRow).where(SearchRow.id == search_id).values(**values))
         )
 
@@ -236,7 +236,7 @@ class Store:
             }
             return _upsert(session, VariantRow, identity, {**rows.outcome_columns(variant), "created_at": _now()}).id
 
-        return self._write(work)
+        return self.transaction(work)
 
     def find_variant(
         self, problem: Problem, config: Config, *, source_hash: str, arch: str, toolchain: str
@@ -275,7 +275,7 @@ class Store:
                     session.execute(sa.delete(best).where(*rows.equal(best, **about)))
             return row.id
 
-        return self._write(work)
+        return self.transaction(work)
 
     def record_measurement(
         self,
@@ -316,7 +316,7 @@ class Store:
             session.flush()
             return row.id
 
-        return self._write(work)
+        return self.transaction(work)
 
     def measurement_for(
         self,
@@ -383,7 +383,7 @@ class Store:
         """
 
         return self._set_best(
-            WinnerRow, MEASURED, problem, environment, limits, measurement_id, verification_id, partial
+            WinnerRow, MEASURED, problem, environment.gpu, limits, measurement_id, verification_id, partial
         )
 
     def set_emulated_best(
@@ -412,19 +412,42 @@ class Store:
             NotAWinner: It was not verified, not emulated, or the ids belong to something else.
         """
         return self._set_best(
-            EmulatedBestRow, EMULATED, problem, environment, target, measurement_id, verification_id, partial
+            EmulatedBestRow, EMULATED, problem, environment.gpu, target, measurement_id, verification_id, partial
         )
+
+    def adopt_best(
+        self, problem: Problem, record: MeasurementRecord, measurement_id: int, verification_id: int, partial: bool
+    ) -> None:
+        """Makes what another database handed over the winner, or the best emulated one, whatever stands there now.
+
+        Its measurement counts from now on. Whether it is the better one, `adoption.compare` says.
+
+        Args:
+            problem: The problem.
+            record: The measurement.
+            measurement_id: Its id.
+            verification_id: A passing verification of the same variant at the same problem.
+            partial: Whether its search was interrupted.
+
+        Raises:
+            NotAWinner: It was not verified, or the ids belong to something else.
+        """
+        best = EmulatedBestRow if record.kind == EMULATED else WinnerRow
+        gpu, limits = record.environment.gpu, record.limits
+        self._set_best(best, record.kind, problem, gpu, limits, measurement_id, verification_id, partial, adopt=True)
 
     def _set_best(
         self,
         best: type[BestRow],
         kind: str,
         problem: Problem,
-        environment: Environment,
+        gpu: GpuKey,
         limits: str | None,
         measurement_id: int,
         verification_id: int,
         partial: bool,
+        *,
+        adopt: bool = False,
     ) -> bool:
         def work(session: Session) -> bool:
             measurement = session.get(MeasurementRow, measurement_id)
@@ -433,22 +456,23 @@ class Store:
                 raise NotAWinner("a winner needs a stored measurement and a stored verification")
             key = {
                 "problem_id": _problem_id(session, problem, measurement.variant_id),
-                **rows.card_columns(environment.gpu, limits),
+                **rows.card_columns(gpu, limits),
             }
+            measurement.trusted = measurement.trusted or adopt
             _check_eligible(session, key, measurement, verification, kind)
             present = session.scalars(sa.select(best).where(*rows.equal(best, **key)).with_for_update()).one_or_none()
-            if present and not _beats(session, measurement, partial, present, problem):
+            if present and not adopt and not _beats(session, measurement, partial, present, problem):
                 return False
             row = present or best(**key)
             row.variant_id = measurement.variant_id
             row.measurement_id, row.measurement_kind = measurement.id, measurement.kind
             row.verification_id, row.verification_passed = verification.id, verification.passed
             row.partial = partial
-            row.created_at = _now()
+            row.created_at = measurement.created_at if adopt else _now()
             session.add(row)
             return True
 
-        return self._write(work)
+        return self.transaction(work)
 
     def winner(self, problem: Problem, gpu: GpuKey, limits: str | None = None) -> Winner | None:
         """The winner for a problem on a kind of card, or None. This is the lookup at run time: it only reads.
@@ -504,6 +528,22 @@ class Store:
 
     # The database
 
+    def transaction(self, work: Callable[[Session], _T]) -> _T:
+        """Runs `work` in one short transaction, which writes; again where another process came between.
+
+        Raises:
+            DatabaseError: It cannot be written.
+            InvalidRecord: The database refuses a row.
+        """
+        self._refuse_read_only()
+        engine = self._engine().execution_options(sqlite_begin="BEGIN IMMEDIATE")
+
+        def transaction() -> _T:
+            with Session(engine) as session, session.begin():
+                return work(session)
+
+        return self._retry(transaction)
+
     def _engine(self) -> sa.Engine:
         process = os.getpid()
         engine = self._engines.get(process)
@@ -526,17 +566,6 @@ class Store:
                 except (BwdtuneError, TypeError, ValueError) as error:
                     _log.warning("%s: passed over a row: %s", database, error)
             return records
-
-    def _write(self, work: Callable[[Session], _T]) -> _T:
-        """Runs `work` in one short transaction, again where another process came between."""
-        self._refuse_read_only()
-        engine = self._engine().execution_options(sqlite_begin="BEGIN IMMEDIATE")
-
-        def transaction() -> _T:
-            with Session(engine) as session, session.begin():
-                return work(session)
-
-        return self._retry(transaction)
 
     def _refuse_read_only(self) -> None:
         if self.read_only:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
+import itertools
 import os
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -95,6 +96,17 @@ def current_device(index: int | None = None) -> Device:
         clock_ghz=attribute(_Attribute.CLOCK_KHZ) / 1e6,
         bandwidth_tb_s=bandwidth / 1e12,
     )
+
+
+def usable_gpus() -> Iterator[tuple[int, Device]]:
+    """The GPUs that kernels of this project run on, each with CUDA's ordinal of it."""
+    for index in itertools.count():
+        try:
+            yield index, current_device(index)
+        except NoGpuError:
+            return
+        except BwdtuneError:  # one that no kernel runs on
+            continue
 
 
 def gpu_key(device: Device) -> GpuKey:

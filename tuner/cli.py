@@ -20,6 +20,7 @@ from ..gen.errors import BwdtuneError
 from .commands import (
     bench,
     carry,
+    database,
     export,
     inspect,
     list,
@@ -65,6 +66,10 @@ app = typer.Typer(
 )
 for _module in (search, list, show, bench, verify, inspect, profile, roofline, export, prebuild, replay, ship, carry):
     app.command(_module.__name__.rpartition(".")[2])(_interruptible(_module.command))
+_database = typer.Typer(help=database.HELP, context_settings={"help_option_names": ["-h", "--help"]})
+for _name, _command in database.COMMANDS.items():
+    _database.command(_name)(_interruptible(_command.command))
+app.add_typer(_database, name="db")
 
 
 def _print_version(asked: bool) -> None:

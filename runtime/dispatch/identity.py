@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from ...gen.build.jobs import Variant
 from ...gen.device import HOST, HOST_ARCH, Device
-from ...gen.errors import BwdtuneError
 from ...gen.problem import Problem
 from .. import gpu
 from ..verification import verdicts
@@ -105,14 +104,4 @@ def _gpu_of(arch: str) -> tuple[int, Device] | None:
     """The first GPU of a target, and CUDA's ordinal of it; None where there is none."""
     if arch == HOST_ARCH:
         return 0, HOST
-    index = 0
-    while True:
-        try:
-            device = gpu.current_device(index)
-        except gpu.NoGpuError:
-            return None
-        except BwdtuneError:  # one that no kernel runs on
-            device = None
-        if device and device.arch == arch:
-            return index, device
-        index += 1
+    return next(((index, device) for index, device in gpu.usable_gpus() if device.arch == arch), None)

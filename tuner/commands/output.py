@@ -42,6 +42,11 @@ def console(stderr: bool = False) -> Console:
     return found if found.is_terminal else Console(stderr=stderr, width=_PLAIN_WIDTH)
 
 
+def say(text: str) -> None:
+    """A line for people, beside the result: on standard error."""
+    console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def complain(message: str) -> None:
     """One line on standard error."""
     print(f"tuner: {' '.join(message.split())}", file=sys.stderr)

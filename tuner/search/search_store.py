@@ -38,6 +38,27 @@ if TYPE_CHECKING:
     from ...db.store import Store
 
 
+def variant_record(problem: Problem, variant: Variant) -> VariantRecord:
+    """What is stored of a build."""
+    compiled, needs = variant.resources, variant.source.config.estimate(problem)
+    return VariantRecord(
+        config=variant.source.config,
+        source_hash=variant.source.hash,
+        template_hash=template_hash(variant.source.config.family),
+        arch=variant.arch,
+        toolchain=variant.toolchain,
+        status=variant.status,
+        error=variant.error,
+        registers=compiled.registers if compiled else None,
+        spill_bytes=compiled.spill_bytes if compiled else None,
+        stack_bytes=compiled.stack_bytes if compiled else None,
+        shared_memory_bytes=needs.shared_memory_bytes,
+        threads=needs.threads,
+        compile_seconds=variant.seconds,
+        machine_code=variant.machine_code,
+    )
+
+
 @dataclass(frozen=True)
 class Surveyed:
     """What an earlier survey has decided.
@@ -88,28 +109,7 @@ class VariantStore:
 
     def record_variant(self, variant: Variant) -> int:
         """Stores what the compiler made of a source; returns the variant's id."""
-        compiled, needs = variant.resources, variant.source.config.estimate(self._problem)
-        return self._patience(
-            lambda: self._store.record_variant(
-                self._problem,
-                VariantRecord(
-                    config=variant.source.config,
-                    source_hash=variant.source.hash,
-                    template_hash=template_hash(variant.source.config.family),
-                    arch=variant.arch,
-                    toolchain=variant.toolchain,
-                    status=variant.status,
-                    error=variant.error,
-                    registers=compiled.registers if compiled else None,
-                    spill_bytes=compiled.spill_bytes if compiled else None,
-                    stack_bytes=compiled.stack_bytes if compiled else None,
-                    shared_memory_bytes=needs.shared_memory_bytes,
-                    threads=needs.threads,
-                    compile_seconds=variant.seconds,
-                    machine_code=variant.machine_code,
-                ),
-            )
-        )
+        return self._patience(lambda: self._store.record_variant(self._problem, variant_record(self._problem, variant)))
 
     def record_verification(self, variant_id: int, verification: VerificationRecord) -> int:
         """Stores the third gate's verdict; returns its id."""

@@ -66,8 +66,8 @@ class Block:
 def read_blocks(store: Store, problems: Collection[Problem] | None = None) -> list[Block]:
     """What a database has to hand on, by problem, in an order that does not depend on the database's.
 
-    Measurements that it was handed itself, and whose kernel nobody has verified here, are no part of it. Neither is what
-    did not compile or was wrong, which another machine finds out for itself.
+    Measurements that it was handed itself, and whose kernel nobody has verified here, are no part of it. Neither is
+    what did not compile or was wrong, which another machine finds out for itself.
 
     Args:
         store: The database.

@@ -118,7 +118,8 @@ def _conditions(record: MeasurementRecord) -> tuple[object, ...]:
 
 
 def _card(measurement: StoredMeasurement, cards: Mapping[int, str | None]) -> str | None:
-    return None if measurement.search_id is None else cards.get(measurement.search_id)
+    card = None if measurement.search_id is None else cards.get(measurement.search_id)
+    return None if card is None or "," in card else card  # of several, nobody knows which
 
 
 def _times(record: MeasurementRecord, unit_ms: float = 1.0) -> Interval:

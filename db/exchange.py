@@ -135,7 +135,7 @@ class _Search(_Strict):
     arch: Annotated[_Short, Field(max_length=32)]
     host: _Name
     gpu: _Gpu | None
-    gpu_uuid: _Short | None
+    gpu_uuid: Annotated[str, Field(max_length=_LONGEST_PROSE, pattern=r"^[\w .,\-]+$")] | None
     driver: _Short | None
     power_limit_w: _Positive | None
     bwdtune: Annotated[_Name, Field(max_length=64)]

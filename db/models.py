@@ -195,7 +195,8 @@ class SearchRow(Base):
     gpu_name: Mapped[str | None] = mapped_column(sa.String(255))
     """NULL, as the three below, where there was no GPU to measure on."""
     gpu_capability: Mapped[str | None] = mapped_column(sa.String(16))
-    gpu_uuid: Mapped[str | None] = mapped_column(sa.String(64))
+    gpu_uuid: Mapped[str | None] = mapped_column(sa.Text)
+    """Of several cards, between commas."""
     driver: Mapped[str | None] = mapped_column(sa.String(64))
     power_limit_w: Mapped[float | None]
     bwdtune: Mapped[str] = mapped_column(sa.String(64))

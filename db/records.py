@@ -190,7 +190,7 @@ class SearchRecord:
         options: What else was chosen, by name: ``trials``, ``time_s``, ``limits``, ``emulate``, ….
         host: The machine's name.
         gpu: The kind of card. As the three below, None where there is none to measure on.
-        gpu_uuid: Which card.
+        gpu_uuid: Which card; of several, between commas.
         driver: Version of the driver.
         power_limit_w: What the card may draw at most; None where nothing says it, too.
         bwdtune: Version of this package. As those below, empty where it is not known.

@@ -21,7 +21,7 @@ from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 
 H200 = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.13.0")
-CARDS = {1: "GPU-one", 2: "GPU-two", 3: "GPU-one"}
+CARDS = {1: "GPU-one", 2: "GPU-two", 3: "GPU-one", 4: "GPU-one,GPU-two", 5: "GPU-one,GPU-two"}
 DEFAULT = {"default_kernel": "cudnn"}
 
 
@@ -112,6 +112,8 @@ def test_times_compare_on_one_card_with_one_driver() -> None:
     newer = replace(H200, driver="590.1")
     assert judged(mine, measured("v2", 5.0, 3, environment=newer)) is Judgement.UNKNOWN
     assert judged(mine, measured("v2", 5.0)) is Judgement.UNKNOWN, "nobody knows on which"
+    assert judged(measured("v1", 4.0, 4), measured("v2", 5.0, 4)) is Judgement.BETTER, "one search timed both"
+    assert judged(measured("v1", 4.0, 4), measured("v2", 5.0, 5)) is Judgement.UNKNOWN, "on one of two"
 
 
 def test_cycles_of_emulated_ones_compare() -> None:

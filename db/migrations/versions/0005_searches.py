@@ -25,7 +25,7 @@ def upgrade() -> None:
         sa.Column("host", sa.String(255), nullable=False),
         sa.Column("gpu_name", sa.String(255)),
         sa.Column("gpu_capability", sa.String(16)),
-        sa.Column("gpu_uuid", sa.String(64)),
+        sa.Column("gpu_uuid", sa.Text),
         sa.Column("driver", sa.String(64)),
         sa.Column("power_limit_w", sa.Double),
         sa.Column("bwdtune", sa.String(64), nullable=False),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, fields
 from datetime import timezone
 from typing import Any
 
@@ -59,7 +58,7 @@ def kind_of(problem: Problem) -> dict[str, Any]:
 
 def identity_of(problem: Problem) -> dict[str, Any]:
     """All of a problem, by column."""
-    return asdict(problem)
+    return problem.to_stored()
 
 
 def select_variants(*conditions: Condition) -> sa.Executable:
@@ -190,7 +189,7 @@ def config_of(row: ConfigurationRow) -> Config:
 
 
 def _problem(row: ProblemRow) -> Problem:
-    return Problem(**{field.name: getattr(row, field.name) for field in fields(Problem)})
+    return Problem(**{name: getattr(row, name) for name in Problem.stored_names()})
 
 
 def outcome_columns(variant: VariantRecord) -> dict[str, Any]:

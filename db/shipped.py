@@ -161,7 +161,7 @@ def _umask() -> int:
 
 def shipped_to_dict(row: Shipped) -> dict[str, Any]:
     """A row as JSON."""
-    return {**asdict(row), "config": row.config.to_stored()}
+    return {**asdict(row), "problem": row.problem.to_stored(), "config": row.config.to_stored()}
 
 
 def _from_dict(row: dict[str, Any]) -> Shipped:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .errors import UsageError
+from .lengths import lengths
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2}
 ACCUMULATOR_BYTES = 4
@@ -50,6 +51,8 @@ class Problem:
         varlen: Whether q, k and v hold sequences of several lengths one after another; B is then their number, and Sq
             and Skv are the longest.
         deterministic: Whether the gradients must be the same bits at each call.
+        lengths_as: With ``varlen``: how long the sequences are, as far as they are timed; see `gen.lengths.lengths`. No
+            kernel depends on it, and no stored row has it.
 
     Raises:
         UsageError: A size is not positive, the heads do not divide, the dtype is unknown or the mask a contradiction.
@@ -69,6 +72,7 @@ class Problem:
     softcap: bool = False
     varlen: bool = False
     deterministic: bool = False
+    lengths_as: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
@@ -91,6 +95,8 @@ class Problem:
         if self.window_right == 0:
             object.__setattr__(self, "causal", True)
             object.__setattr__(self, "window_right", UNLIMITED)
+        if self.lengths_as and not self.varlen:
+            raise UsageError("lengths are those of packed sequences: ask for varlen, too")
         if self.bottom_right and self.mask == FULL:
             raise UsageError("a full mask has no diagonal that could be aligned")
 
@@ -131,7 +137,8 @@ class Problem:
     @property
     def label(self) -> str:
         """The whole problem for people: shape, dtype, mask and what else is asked for."""
-        return f"{self.shape} {self.dtype} {self.features_label}"
+        timed = f" of {self.lengths_as}" if self.lengths_as else ""
+        return f"{self.shape} {self.dtype} {self.features_label}{timed}"
 
     @property
     def features_label(self) -> str:
@@ -154,7 +161,17 @@ class Problem:
 
     def to_dict(self) -> dict[str, Any]:
         """The problem as the commands' JSON names it: its shape, its features, its dtype."""
-        return {"shape": self.shape, **self.features, "dtype": self.dtype}
+        timed = {"lengths": self.lengths_as} if self.lengths_as else {}
+        return {"shape": self.shape, **self.features, "dtype": self.dtype, **timed}
+
+    def to_stored(self) -> dict[str, Any]:
+        """What a stored row says of it: the fields that make it the problem that it is."""
+        return {name: getattr(self, name) for name in self.stored_names()}
+
+    @classmethod
+    def stored_names(cls) -> tuple[str, ...]:
+        """The names of these fields."""
+        return tuple(field.name for field in fields(cls) if field.name != "lengths_as")
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -167,6 +184,8 @@ class Problem:
         if self.bottom_right:
             asked += ["--alignment", BOTTOM_RIGHT]
         asked += [f"--{flag}" for flag in ("softcap", "varlen", "deterministic") if getattr(self, flag)]
+        if self.lengths_as:
+            asked += ["--lengths", self.lengths_as]
         return (*asked, "--dtype", self.dtype)
 
     @property
@@ -196,13 +215,17 @@ class Problem:
     def lengths(self) -> tuple[tuple[int, int], ...]:
         """Sq and Skv of each sequence.
 
-        Where they vary, the b-th of B has (b + 1) B-ths of the longest: what is timed, for lack of the real lengths.
+        Where they vary, those of `lengths_as`, and as many keys for each query as the longest has: what is timed, for
+        lack of the real lengths.
         """
         if not self.varlen:
             return ((self.seqlen_q, self.seqlen_kv),) * self.batch
+        if not self.lengths_as:
+            both = (lengths("", self.batch, longest) for longest in (self.seqlen_q, self.seqlen_kv))
+            return tuple(zip(*both, strict=True))
         return tuple(
-            (-(-self.seqlen_q * part // self.batch), -(-self.seqlen_kv * part // self.batch))
-            for part in range(1, self.batch + 1)
+            (length, -(-length * self.seqlen_kv // self.seqlen_q))
+            for length in lengths(self.lengths_as, self.batch, self.seqlen_q)
         )
 
     def visible_range(self, seqlen_q: int, seqlen_kv: int) -> tuple[int, int]:

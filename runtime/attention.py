@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from .dispatch import counters, notices
 from .dispatch.records import Cause
 from .features import PLAIN, Features, Sequences
 from .forwards import operators
+
+CHECK_LENGTHS = "BWDTUNE_CHECK_LENGTHS"
+"""The environment variable by which lengths of packed sequences are looked at on a GPU, too."""
 
 _DEVICE_TYPES = ("cuda",)
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
@@ -132,9 +136,10 @@ def attention_varlen(
     ``top-left``, and with a softcap, PyTorch has no fused forward, and its elementary operations take its place.
 
     The lengths lie on the GPU, and to look at them would be to wait for it: they are checked where the tensors are on
-    a CPU. Elsewhere it is the caller's part that `cu_seqlens_q` and `cu_seqlens_kv` begin with 0, never decrease and
-    end within the tensors, and that no sequence is longer than `max_seqlen_q` and `max_seqlen_kv`. Where they do not,
-    nothing outside of the tensors is touched, but rows are left out or have gradients that mean nothing.
+    a CPU, and elsewhere with ``BWDTUNE_CHECK_LENGTHS=1`` in the environment, which is for debugging. It is the caller's
+    part that `cu_seqlens_q` and `cu_seqlens_kv` begin with 0, never decrease and end within the tensors, and that no
+    sequence is longer than `max_seqlen_q` and `max_seqlen_kv`. Where they do not, our kernels touch nothing outside of
+    the tensors, but rows are left out or have gradients that mean nothing; PyTorch's promise less.
 
     Args:
         q: (Tq, Hq, D): the rows of all sequences.
@@ -227,9 +232,14 @@ def _limits(window: tuple[int, int]) -> tuple[int, int]:
 
 
 def _check_lengths(name: str, starts: torch.Tensor, longest: int, rows: int) -> None:
-    """Refuses lengths that do not fit, where looking at them is no wait for a GPU."""
-    if starts.device.type != "cpu" or torch.compiler.is_compiling():
+    """Refuses lengths that do not fit, where looking at them is no wait for a GPU, or that wait is asked for."""
+    if torch.compiler.is_compiling():
         return
+    if starts.device.type != "cpu":
+        asked = os.environ.get(CHECK_LENGTHS, "0") not in ("", "0")
+        if not asked or (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        starts = starts.cpu()
     lengths = starts.diff()
     if starts[0] != 0 or (lengths < 0).any() or starts[-1] > rows:
         raise ValueError(f"cu_seqlens_{name} must begin with 0, never decrease and end within the {rows} rows")

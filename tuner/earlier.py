@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from ..gen.errors import BwdtuneError, UsageError
@@ -62,7 +61,7 @@ class Earlier:
             BwdtuneError: The earlier version cannot, with its own reason.
         """
         lines = [
-            json.dumps({"problem": asdict(problem), "config": config.to_stored(), "emulate": emulate})
+            json.dumps({"problem": problem.to_stored(), "config": config.to_stored(), "emulate": emulate})
             for problem, config, emulate in asked
         ]
         answer = subprocess.run(

@@ -40,11 +40,9 @@ class _Problem(ctypes.Structure):
         Raises:
             UsageError: No problem has such sizes.
         """
-        return Problem(
-            _DTYPES[self.fp16],
-            **{name: getattr(self, name) for name in (*_SIZES, "window_left", "window_right")},
-            **{name: bool(getattr(self, name)) for name in ("causal", *_FLAGS)},
-        )
+        sizes = {name: getattr(self, name) for name in (*_SIZES, "window_left", "window_right")}
+        flags: dict[str, Any] = {name: bool(getattr(self, name)) for name in ("causal", *_FLAGS)}
+        return Problem(_DTYPES[self.fp16], **sizes, **flags)
 
 
 class _Decision(ctypes.Structure):

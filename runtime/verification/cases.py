@@ -120,6 +120,7 @@ def cases(problem: Problem, *, cuda: bool) -> tuple[Case, ...]:
             seqlen_kv=longest_kv,
             window_left=UNLIMITED if problem.window_left == UNLIMITED else left,
             window_right=UNLIMITED if problem.window_right == UNLIMITED else right,
+            lengths_as="",
         )
         return Case(sized, inputs, lengths=tuple(lengths) if problem.varlen else (), **options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +127,24 @@ def test_packed_sequences_past_two_to_the_31_elements(features: dict[str, bool])
     alone = torch_attention.forward(*last[:3], True, 0.125)
     for ours, theirs in zip(found, alone.backward(last[3].contiguous()), strict=True):
         assert_near(ours[:, :, -length:], theirs)
+
+
+def test_lengths_that_do_not_fit_are_named_where_looking_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (draw(200, 2, HEAD_DIM) for _ in range(3))
+    fitting, falling, too_long = (
+        torch.tensor(starts, dtype=torch.int32, device="cuda")
+        for starts in ([0, 100, 200], [0, 100, 60], [0, 100, 300])
+    )
+    for asked in ("1", "0"):
+        monkeypatch.setenv("BWDTUNE_CHECK_LENGTHS", asked)
+        for starts, longest, said in (
+            (falling, 100, "never decrease"),
+            (too_long, 200, "end within the 200 rows"),
+            (fitting, 99, "max_seqlen_q is 99, and a sequence has 100 rows"),
+        ):
+            with pytest.raises(ValueError, match=said) if asked == "1" else contextlib.nullcontext():
+                bwdtune.attention_varlen(q, k, v, starts, starts, longest, longest, is_causal=True)
+            torch.cuda.synchronize()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

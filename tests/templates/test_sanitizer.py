@@ -67,6 +67,12 @@ FEATURED = [
     (Problem.parse("8_16_4096_64"), "wgmma_q128_f1_l1_v0_r0_m0_c1_h8_d1"),
     (Problem.parse("8_16_4096_64"), "w128"),
     (Problem.parse("8_16_4096_96", causal=True, deterministic=True), "wgmma_q64_f1_l1_v3_r0_m0_c1_h8_s1"),
+    (Problem.parse("8_16_4096_128", causal=True, varlen=True), "w64lag"),
+    (Problem.parse("8_16_4096_96", causal=True, varlen=True, deterministic=True), "w64first"),
+    (
+        Problem.parse("8_16_2_4096_64", window_left=50, window_right=20, bottom_right=True, varlen=True),
+        "wgmma_q128_f1_l1_v0_r0_m0_c1_h8_u0",
+    ),
 ]
 
 # racecheck takes an arrival at an mbarrier for that of the arriving lane alone, although a __syncwarp before it put all

@@ -200,6 +200,32 @@ def test_the_options_of_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert {name: found[name] for name in expected} == expected
 
 
+def test_lengths_that_are_read_or_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shape's S is a bound: the longest is known."""
+    file = tmp_path / "lengths"
+    file.write_text("100\n 40, 7\n")
+    for given, shape, stated in (
+        (f"@{file}", "3_2_100x200_64", "100,40,7"),
+        ("lognormal:30", "3_2_77x154_64", "lognormal:30"),
+    ):
+        command = [
+            "roofline",
+            "--shape",
+            "3_2_1000x2000_64",
+            "--arch",
+            "sm_90a",
+            "--varlen",
+            "--lengths",
+            given,
+            "--json",
+        ]
+        assert main(command) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["shape"], found["lengths"]) == (shape, stated)
+    assert main([*command[:-2], f"@{tmp_path / 'none'}"]) == 2
+    assert "cannot read lengths" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="session")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database that a search has filled. To be copied, not changed."""

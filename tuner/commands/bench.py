@@ -339,7 +339,7 @@ def bench(
         environment=environment,
         limits=limits,
         command=command_line,
-        policy=BENCH_POLICY.id,
+        policy=BENCH_POLICY.of(problem).id,
         date=datetime.now(timezone.utc),
         rows=tuple(entry.row for entry in entries),
         notices=notices,
@@ -505,7 +505,7 @@ def _race(
         if not configs and not peers:
             return ()
         try:
-            timings = worker.time(problem, [variants[config] for config in configs], peers, BENCH_POLICY)
+            timings = worker.time(problem, [variants[config] for config in configs], peers, BENCH_POLICY.of(problem))
             break
         except CandidateError as error:
             culprits = [entry for entry in entries if entry.alive and _timed_as(entry) == error.candidate]

@@ -65,7 +65,7 @@ class CallsReport:
             "arch": self.environment.arch,
             "command": self.command,
             "date": self.date.isoformat(timespec="seconds"),
-            "policy": BENCH_POLICY.id,
+            "policy": BENCH_POLICY.of(self.problem).id,
             "direction": self.direction,
             **self.problem.to_dict(),
             "rows": [self._row(name) for name in self.calls],
@@ -150,6 +150,6 @@ def bench_calls(
     """
     check_calls(calls, direction)
     names = tuple(dict.fromkeys(calls))
-    timings, config = worker.time_calls(problem, names, direction, BENCH_POLICY)
+    timings, config = worker.time_calls(problem, names, direction, BENCH_POLICY.of(problem))
     now = datetime.now(timezone.utc)
     return CallsReport(problem, direction, device, environment, command_line, now, names, timings, config)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +15,7 @@ import typer
 from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import UsageError
 from ...gen.families import PRESETS
+from ...gen.lengths import HOW
 from ...gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem
 from ..lab.timing import TIMING_STYLES
 
@@ -126,6 +128,13 @@ def _problem(
     varlen: Annotated[
         bool, typer.Option("--varlen", help="Packed sequences of different lengths: B of them, of at most S.")
     ] = False,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            "--lengths",
+            help=f"With --varlen, what is timed: {HOW}; @FILE reads them. S is then a bound. Default: b/B of S each.",
+        ),
+    ] = "",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Gradients have the same bits on every run.")
     ] = False,
@@ -140,7 +149,7 @@ def _problem(
         left, right = int(limits[1]), int(limits[2])
     if alignment not in (TOP_LEFT, BOTTOM_RIGHT):
         raise UsageError(f"unknown alignment {alignment!r}: use {TOP_LEFT} or {BOTTOM_RIGHT}")
-    return Problem.parse(
+    problem = Problem.parse(
         shape,
         dtype=dtype,
         causal=causal,
@@ -150,4 +159,20 @@ def _problem(
         softcap=softcap,
         varlen=varlen,
         deterministic=deterministic,
+        lengths_as=_read_lengths(lengths),
     )
+    if not lengths:
+        return problem
+    # The longest is known: it is what a caller would give.
+    longest_q, longest_kv = (max(part) for part in zip(*problem.lengths, strict=True))
+    return replace(problem, seqlen_q=longest_q, seqlen_kv=longest_kv)
+
+
+def _read_lengths(given: str) -> str:
+    """With what is in the file, where one is named."""
+    if not given.startswith("@"):
+        return given
+    try:
+        return ",".join(re.split(r"[\s,]+", Path(given[1:]).read_text(encoding="utf-8").strip()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read lengths from {given[1:]}: {error}") from None

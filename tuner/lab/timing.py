@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ...gen.errors import UsageError
+from ...gen.problem import Problem
 from ...runtime.gpu import GpuState
 from .paired import Ratio, paired_ratio
 
@@ -23,6 +25,7 @@ class Policy:
         max_samples: Of each kernel, however fast it is.
         cold_l2: L2 is flushed before each run, as a training step leaves it; else it holds what the run before left.
         graph: Kernels are launched by CUDA graphs, which leaves out what the CPU does for a launch.
+        lengths_as: Of packed sequences, where a person chose them: see `gen.lengths`.
     """
 
     warmup_ms: float
@@ -31,12 +34,25 @@ class Policy:
     max_samples: int
     cold_l2: bool = True
     graph: bool = False
+    lengths_as: str = ""
 
     @property
     def id(self) -> str:
         kind = f"{'cold' if self.cold_l2 else 'warm'}-l2{'_graph' if self.graph else ''}"
         samples = f"n{self.min_samples}-{self.max_samples}"
-        return f"events1_{kind}_w{self.warmup_ms:g}ms_b{self.budget_ms:g}ms_{samples}"
+        lengths = f"_lengths-{_short(self.lengths_as)}" if self.lengths_as else ""
+        return f"events1_{kind}_w{self.warmup_ms:g}ms_b{self.budget_ms:g}ms_{samples}{lengths}"
+
+    def of(self, problem: Problem) -> Policy:
+        """The same with a problem's lengths."""
+        return replace(self, lengths_as=problem.lengths_as)
+
+
+def _short(lengths_as: str) -> str:
+    """The lengths themselves may be thousands of numbers."""
+    if "," not in lengths_as:
+        return lengths_as
+    return f"{lengths_as.count(',') + 1}-of-{hashlib.sha256(lengths_as.encode()).hexdigest()[:8]}"
 
 
 SEARCH_POLICY = Policy(warmup_ms=50, budget_ms=150, min_samples=10, max_samples=100)

@@ -70,7 +70,7 @@ class FinalRace:
     ) -> None:
         self._search, self._store = search, store
         self._costs, self._unfit = costs, unfit
-        self._policy = search.options.timing.applied_to(RACE_POLICY)
+        self._policy = search.options.timing.applied_to(RACE_POLICY).of(search.problem)
         self.record: dict[str, Any] = {}
 
     def run(self) -> tuple[list[Row], Row | None]:

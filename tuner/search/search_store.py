@@ -227,7 +227,7 @@ class SearchStore(VariantStore):
                 config,
                 self._environment,
                 self._options.within,
-                policy=self._options.timing.applied_to(SEARCH_POLICY).id,
+                policy=self._options.timing.applied_to(SEARCH_POLICY).of(self._problem).id,
                 source_hash=source.hash,
                 machine_code=machine_code,
                 kind=self._kind,

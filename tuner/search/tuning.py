@@ -84,7 +84,7 @@ class Tuning(CandidateSearch):
     ) -> None:
         super().__init__(problem, device, options, builder, progress, machine, withheld, benches)
         self._environment = environment
-        self._policy = options.timing.applied_to(SEARCH_POLICY)
+        self._policy = options.timing.applied_to(SEARCH_POLICY).of(problem)
         self._patience = self.patience(store)
         self._store: SearchStore = SearchStore(store, problem, options, environment, self._patience)
         self._costs: dict[Config, float] = {}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bwdtune.gen.errors import UsageError
+from bwdtune.gen.problem import Problem
 from bwdtune.runtime.gpu import GpuState
 from bwdtune.tuner.lab import stopwatch
 from bwdtune.tuner.lab.stopwatch import Timed, time_kernels
@@ -34,6 +35,15 @@ def test_a_style_is_a_part_of_the_policy() -> None:
     warm = TimingStyle.parse("sustained, warm,graph").applied_to(SEARCH_POLICY)
     assert warm.id == "events1_warm-l2_graph_w2000ms_b150ms_n10-100"
     assert TimingStyle.parse("sustained").applied_to(BENCH_POLICY) == BENCH_POLICY
+
+
+def test_lengths_of_packed_sequences_are_a_part_of_the_policy() -> None:
+    equal, listed = (
+        SEARCH_POLICY.of(Problem.parse("2_2_100_64", varlen=True, lengths_as=how)) for how in ("equal", "1,2")
+    )
+    assert equal.id == SEARCH_POLICY.id + "_lengths-equal"
+    assert listed.id == SEARCH_POLICY.id + "_lengths-2-of-17f8af97"
+    assert SEARCH_POLICY.of(Problem.parse("2_2_100_64", varlen=True)) == SEARCH_POLICY
 
 
 @pytest.mark.parametrize("text", ["hot", "warm,cold", "eager,graph", "l2"])

@@ -116,7 +116,7 @@ def main(rank: int, ranks: int, store: str, ways: list[str]) -> None:
             before = kernels.launches
             with bwdtune.enabled():
                 found = WAYS[way](device)
-            assert kernels.launches - before >= 2, (way, kernels.launches - before, kernels.fallbacks)
+            assert kernels.launches > before, (way, kernels.launches - before, kernels.fallbacks)
             assert not kernels.fallbacks, (way, kernels.fallbacks)
             for ours, pytorchs in zip(found, expected, strict=True):
                 assert (ours.float() - pytorchs.float()).norm() <= 0.02 * pytorchs.float().norm(), way

@@ -21,6 +21,7 @@ from .commands import (
     bench,
     carry,
     database,
+    doctor,
     export,
     inspect,
     list,
@@ -64,7 +65,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _module in (search, list, show, bench, verify, inspect, profile, roofline, export, prebuild, replay, ship, carry):
+for _module in (
+    search,
+    list,
+    show,
+    bench,
+    verify,
+    inspect,
+    profile,
+    roofline,
+    export,
+    prebuild,
+    replay,
+    doctor,
+    ship,
+    carry,
+):
     app.command(_module.__name__.rpartition(".")[2])(_interruptible(_module.command))
 _database = typer.Typer(help=database.HELP, context_settings={"help_option_names": ["-h", "--help"]})
 for _name, _command in database.COMMANDS.items():

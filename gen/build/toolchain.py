@@ -146,7 +146,7 @@ def find_compiler(arch: str) -> Compiler:
     if not os.environ.get("NVCC_CCBIN") and not shutil.which("g++"):
         raise ToolchainError("nvcc needs a C++ compiler, and g++ is not on PATH: install it, or name one in NVCC_CCBIN")
     _check_host_compiler(compiler.nvcc, os.environ.get("PATH"), os.environ.get("NVCC_CCBIN"), compiler.fingerprint)
-    driver = _driver_release()
+    driver = driver_release()
     if driver and driver[0] < compiler.release[0]:  # it may be for another machine, so this is no error
         torch = sys.modules.get("torch")
         built = f"; PyTorch is for {torch.version.cuda}" if torch else ""
@@ -298,7 +298,7 @@ def _ask(command: list[str], *, check: bool = True) -> str:
 
 
 @cache
-def _driver_release() -> tuple[int, int] | None:
+def driver_release() -> tuple[int, int] | None:
     """The CUDA release that the driver is for; None without a driver."""
     version = ctypes.c_int()
     try:

@@ -60,7 +60,7 @@ def prepare(*, wait: bool = True) -> None:
     Raises:
         UsageError: ``BWDTUNE_ON_MISS`` has a value that means nothing.
     """
-    _on_miss()
+    on_miss()
     dispatcher.prepare(wait)
 
 
@@ -296,7 +296,12 @@ class Dispatcher:
                 _log.exception("a subscriber of dispatch failed")
 
 
-def _on_miss() -> str:
+def on_miss() -> str:
+    """What is done about a kernel that is missing: ``BWDTUNE_ON_MISS``, or the default.
+
+    Raises:
+        UsageError: The variable has a value that means nothing.
+    """
     value = os.environ.get(ON_MISS_VARIABLE, "") or _ON_MISS[0]
     if value not in _ON_MISS:
         raise UsageError(f"{ON_MISS_VARIABLE} is {value!r}: set it to {' or '.join(_ON_MISS)}, or unset it")
@@ -306,7 +311,7 @@ def _on_miss() -> str:
 def waits() -> bool:
     """Whether a call waits for what it misses (``BWDTUNE_ON_MISS=wait``), and PyTorch does not serve meanwhile."""
     try:
-        return _on_miss() == _WAIT
+        return on_miss() == _WAIT
     except UsageError as error:  # never an exception in a step
         notices.warn_once(ON_MISS_VARIABLE, str(error))
         return False

@@ -55,35 +55,44 @@ def candidates(problem: Problem, device: Device, known: Rows) -> Iterator[Row | 
     evidence counts.
     """
     gpu = gpu_key(device)
-    kin = alike(gpu.capability)
-    found = [
-        row
-        for row in known.of_kind(problem.kernel_spec)
-        if row.gpu == gpu or (row.shipped and row.gpu.capability in kin)
-    ]
+    found = [row for row in known.of_kind(problem.kernel_spec) if for_such_a_gpu(row, device)]
     found.sort(key=lambda row: (row.problem != problem, row.gpu != gpu, distance(row.problem, problem)))
     if not found:
         reason = f"no winner is stored for {problem.label} or one like it on {device.name}: run `tuner search`"
         yield Refusal(reason, Cause.NOTHING_STORED)
     too_far = False
     for row in found:
-        near = in_reach(row.problem, problem)
-        if near and row.advantage is not None and row.advantage <= 1:
-            times = f"{row.default_ms:.4g} ms for {row.ms:.4g}"
-            yield Refusal(f"PyTorch's own was faster at {row.problem.label}: {times}", Cause.SLOWER)
-            return
-        if not near or expected_advantage(row, problem, device) <= 1:
-            if not too_far:  # the nearest is enough to say
-                reason = (
-                    f"the nearest problem with a kernel, {row.problem.label}, is too far from {problem.label} for "
-                    "that kernel to be expected to be faster than PyTorch's: run `tuner search`"
-                )
-                yield Refusal(reason, Cause.OUT_OF_REACH)
-            too_far = True
-        elif invalid := refusal(problem, row.config, device):
-            yield Refusal(f"{row.name} cannot be used: {invalid}", Cause.UNUSABLE)
-        else:
+        refused = objection(row, problem, device)
+        if refused is None:
             yield row
+        elif refused.cause != Cause.OUT_OF_REACH or not too_far:  # of these the nearest is enough to say
+            yield refused
+        if refused and refused.cause == Cause.SLOWER:
+            return
+        too_far = too_far or (refused is not None and refused.cause == Cause.OUT_OF_REACH)
+
+
+def objection(row: Row, problem: Problem, device: Device) -> Refusal | None:
+    """Why a row of the same kind and GPU may not compute a problem; None where it may."""
+    near = in_reach(row.problem, problem)
+    if near and row.advantage is not None and row.advantage <= 1:
+        times = f"{row.default_ms:.4g} ms for {row.ms:.4g}"
+        return Refusal(f"PyTorch's own was faster at {row.problem.label}: {times}", Cause.SLOWER)
+    if not near or expected_advantage(row, problem, device) <= 1:
+        reason = (
+            f"the nearest problem with a kernel, {row.problem.label}, is too far from {problem.label} for "
+            "that kernel to be expected to be faster than PyTorch's: run `tuner search`"
+        )
+        return Refusal(reason, Cause.OUT_OF_REACH)
+    if invalid := refusal(problem, row.config, device):
+        return Refusal(f"{row.name} cannot be used: {invalid}", Cause.UNUSABLE)
+    return None
+
+
+def for_such_a_gpu(row: Row, device: Device) -> bool:
+    """Whether a row is for a GPU: a stored winner for this model, a shipped row for its compute capability."""
+    gpu = gpu_key(device)
+    return row.gpu == gpu or (row.shipped and row.gpu.capability in alike(gpu.capability))
 
 
 def in_reach(found_for: Problem, problem: Problem) -> bool:

@@ -61,6 +61,17 @@ def is_built(cache: Path | None = None) -> bool:
     return (cache_dir(cache) / "operator" / _key(_compiler()) / _LIBRARY).exists()
 
 
+def obstacle(cache: Path | None = None) -> str:
+    """What of a build is missing here, found without one; empty where the library is there, or can be expected."""
+    if is_built(cache):
+        return ""
+    if not _compiler():
+        return "there is no C++ compiler: install g++, or name one in CXX"
+    if not (_TORCH / "include").is_dir():
+        return f"PyTorch {torch.__version__} came without its headers ({_TORCH / 'include'}): install one of its wheels"
+    return ""
+
+
 def discard(library: Path) -> None:
     """Removes a library that does not load: it is built again when it is asked for."""
     shutil.rmtree(library.parent, ignore_errors=True)

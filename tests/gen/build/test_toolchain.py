@@ -223,7 +223,7 @@ def test_a_driver_that_is_too_old_for_nvcc_is_told_once(
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", str(NvccShim(tmp_path / "cuda").home))
     monkeypatch.setenv("NVCC_CCBIN", "g++")
-    monkeypatch.setattr(toolchain, "_driver_release", lambda: driver)
+    monkeypatch.setattr(toolchain, "driver_release", lambda: driver)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda="12.6")))
     for _ in range(2):
         find_compiler("sm_90a")

@@ -188,7 +188,8 @@ def config_of(row: ConfigurationRow) -> Config:
     return config
 
 
-def _problem(row: ProblemRow) -> Problem:
+def problem_of(row: ProblemRow) -> Problem:
+    """The problem of a row."""
     return Problem(**{name: getattr(row, name) for name in Problem.stored_names()})
 
 
@@ -330,7 +331,7 @@ def stored_measurement(
 ) -> StoredMeasurement:
     return StoredMeasurement(
         id=row.id,
-        problem=_problem(problem),
+        problem=problem_of(problem),
         variant_id=variant.id,
         variant=variant_record(variant, configuration),
         record=_measurement(row, variant.arch),
@@ -368,7 +369,7 @@ def stored_search(row: SearchRow, problem: ProblemRow) -> StoredSearch:
         id=row.id,
         uid=row.uid,
         record=SearchRecord(
-            problem=_problem(problem),
+            problem=problem_of(problem),
             study=row.study,
             arch=row.arch,
             sampler=row.sampler,
@@ -403,7 +404,7 @@ def winner_record(
     measured = _measurement(measurement, variant.arch)
     compiled = variant_record(variant, configuration)
     return Winner(
-        problem=_problem(problem),
+        problem=problem_of(problem),
         config=compiled.config,
         environment=measured.environment,
         source_hash=compiled.source_hash,
@@ -439,7 +440,7 @@ def emulated_best(
     if emulated.cycles is None:
         raise AssertionError("the schema sees to that")
     return EmulatedBest(
-        problem=_problem(problem),
+        problem=problem_of(problem),
         config=compiled.config,
         target=row.limits,
         environment=emulated.environment,

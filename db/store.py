@@ -149,6 +149,29 @@ class Store:
         # Two that make Optuna's tables at once run into each other.
         return self._retry(make, DatabaseUnavailable)
 
+    def recorded_studies(self) -> optuna.storages.RDBStorage | None:
+        """Optuna's storage for reading alone, also of a database that cannot be written; None where no study was made.
+
+        Raises:
+            DatabaseError: It cannot be read, or its Optuna tables are of another version of Optuna.
+        """
+        import optuna
+
+        with connect.errors_of(self.url):
+            if not sa.inspect(self._engine()).has_table("version_info"):
+                return None
+        path = connect.sqlite_path(self.url)
+        try:
+            if path:
+                options = connect.sqlite_options(path, "ro", True)
+                return optuna.storages.RDBStorage("sqlite://", engine_kwargs=options, skip_table_creation=True)
+            return self.optuna_storage()
+        except (RuntimeError, optuna.exceptions.StorageInternalError, sa.exc.SQLAlchemyError) as error:
+            detail = " ".join(str(error.__cause__ or error).split())
+            raise DatabaseUnavailable(
+                connect.describe(self.url), f"its Optuna tables do not fit Optuna {optuna.__version__}: {detail}"
+            ) from None
+
     @staticmethod
     def study_name(
         problem: Problem, device: Device, limits: str | None, space_hash: str, *, emulate: str | None = None
@@ -510,6 +533,10 @@ class Store:
         """All of them, or those of one problem; fastest first."""
         conditions = rows.equal(ProblemRow, **rows.identity_of(problem)) if problem else []
         return self._read(rows.select_measurements(*conditions), rows.stored_measurement)
+
+    def problems(self) -> list[Problem]:
+        """All that anything was found or looked for about, in the order in which that began."""
+        return self._read(sa.select(ProblemRow).order_by(ProblemRow.id), rows.problem_of)
 
     def show(self, problem: Problem) -> ProblemHistory:
         """All that is known of a problem."""

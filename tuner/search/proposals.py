@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +34,7 @@ from ..lab.protocol import Fault
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
+    from ...db.records import Environment
     from .learner import Choice, Learner
 
 _CONFIG_ATTRIBUTE = "config"
@@ -42,6 +44,19 @@ _CONDITIONS_ATTRIBUTE = "conditions"
 _FAULT_ATTRIBUTE = "fault"
 _KIND_ATTRIBUTE = "kind"
 _RACES_ATTRIBUTE = "races"
+_TEMPLATES = " templates "  # before the templates' hash, in a trial's conditions
+_KINDS = {
+    "wrong:": "gradients",
+    "spilled": "spills",
+    "shared memory": "shared memory",
+    "another kernel's pace": "occupancy",
+    "no time": "timing",
+    "it hung": "hang",
+    "SIGKILL": "killed",
+    "its process": "crash",
+    "sm_": "compiler",
+}
+"""What reasons have in them, by their kind: earlier versions logged no kind."""
 _KEPT_RACES = 20  # of one problem: an attribute is read whole
 
 
@@ -180,15 +195,9 @@ class StudyLog:
         """The outcomes logged under the same conditions, oldest first. What is no configuration today is left out."""
         with _one_line_errors():
             trials = self._study.get_trials(deepcopy=False)
-        for trial in trials:
-            if trial.state not in _OUTCOME_STATES:
-                continue
-            try:
-                config = _config_of(trial.params)
-            except BwdtuneError:
-                continue
-            if trial.user_attrs.get(_CONDITIONS_ATTRIBUTE) == self._conditions_of(config):
-                yield config, _outcome(trial)
+        for trial in _logged(trials):
+            if trial.conditions == self._conditions_of(trial.config):
+                yield trial.config, trial.outcome
 
     def add(self, config: Config, outcome: Outcome, search_id: int | None = None) -> None:
         """Logs an ended trial of a search, in one transaction; not one whose outcome does not last."""
@@ -214,7 +223,80 @@ class StudyLog:
         }
 
     def _conditions_of(self, config: Config) -> str:
-        return f"{self._conditions} templates {template_hash(config.family)}"
+        return f"{self._conditions}{_TEMPLATES}{template_hash(config.family)}"
+
+
+def conditions(environment: Environment, policy: str) -> str:
+    """What a time depends on besides the configuration: for `StudyLog`, and as `LoggedTrial.made_under` has it."""
+    return " ".join(
+        (
+            f"{environment.gpu.name} {environment.gpu.capability}",
+            f"driver {environment.driver}",
+            f"nvcc {environment.toolkit}",
+            f"torch {environment.torch}",
+            policy,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class LoggedTrial:
+    """An ended trial, as the log of a study has it.
+
+    Attributes:
+        config: The configuration.
+        outcome: What became of it.
+        conditions: Those of `StudyLog`, with the templates' hash.
+        search_id: The search that it belongs to, where that is known.
+        ended_at: When, by the clock of the machine that searched.
+    """
+
+    config: Config
+    outcome: Outcome
+    conditions: str
+    search_id: int | None
+    ended_at: datetime | None
+
+    @property
+    def made_under(self) -> str:
+        """The conditions without the templates: see `conditions`."""
+        return self.conditions.partition(_TEMPLATES)[0]
+
+
+def read_log(storage: BaseStorage, names: Iterable[str]) -> tuple[list[LoggedTrial], list[Mapping[str, Any]]]:
+    """The ended trials of studies, oldest first, and their races. Whatever else is stored there is left out.
+
+    Raises:
+        StudyError: The database fails.
+    """
+    trials: list[LoggedTrial] = []
+    races: list[Mapping[str, Any]] = []
+    with _one_line_errors():
+        for name in names:
+            study = optuna.load_study(study_name=name, storage=storage)
+            trials += _logged(study.get_trials(deepcopy=False))
+            found = study.user_attrs.get(_RACES_ATTRIBUTE)
+            races += [race for race in found if isinstance(race, dict)] if isinstance(found, list) else []
+    return sorted(trials, key=lambda trial: trial.ended_at or datetime.min), races
+
+
+def _logged(trials: Iterable[FrozenTrial]) -> Iterator[LoggedTrial]:
+    for trial in trials:
+        if trial.state not in _OUTCOME_STATES:
+            continue
+        try:
+            config, outcome = _config_of(trial.params), _outcome(trial)
+        except (BwdtuneError, TypeError, ValueError):  # another version's, or whoever else wrote to the database
+            continue
+        attributes = trial.user_attrs
+        search_id = attributes.get(_SEARCH_ATTRIBUTE)
+        yield LoggedTrial(
+            config,
+            outcome,
+            str(attributes.get(_CONDITIONS_ATTRIBUTE, "")),
+            search_id if isinstance(search_id, int) else None,
+            trial.datetime_complete,
+        )
 
 
 class StudyError(DatabaseUnavailable):
@@ -248,9 +330,12 @@ _OUTCOME_STATES: Mapping[TrialState, Literal["measured", "refused", "failed"]] =
 def _outcome(trial: FrozenTrial) -> Outcome:
     if trial.state is TrialState.COMPLETE and trial.value is not None:
         return Outcome.timed(trial.value)
-    attributes = trial.user_attrs
-    reason, kind = attributes.get(_REASON_ATTRIBUTE, ""), attributes.get(_KIND_ATTRIBUTE, "")
-    return Outcome(_OUTCOME_STATES[trial.state], reason=reason, kind=kind)
+    reason, kind = (str(trial.user_attrs.get(name, "")) for name in (_REASON_ATTRIBUTE, _KIND_ATTRIBUTE))
+    return Outcome(_OUTCOME_STATES[trial.state], reason=reason, kind=kind or _kind_of(reason))
+
+
+def _kind_of(reason: str) -> str:
+    return next((kind for words, kind in _KINDS.items() if words in reason), "error" if reason else "")
 
 
 def _finished_trial(

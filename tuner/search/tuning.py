@@ -27,7 +27,7 @@ from .candidates import Builder, Candidate, CandidateSearch, Compiled
 from .learner import Learner
 from .options import SearchOptions
 from .progress import Progress
-from .proposals import Outcome, Proposals, StudyLog
+from .proposals import Outcome, Proposals, StudyLog, conditions
 from .provenance import Machine
 from .race import FINALISTS, FinalRace
 from .result import SearchResult
@@ -99,16 +99,12 @@ class Tuning(CandidateSearch):
         self._paces: dict[str, float] = {}  # how much longer than its cost says a reference took at first, by bench
         self._noisy = 0
         self.study = store.study_name(problem, device, options.limits, space_hash(), emulate=options.emulate)
-        conditions = " ".join(
-            (
-                f"{environment.gpu.name} {environment.gpu.capability}",
-                f"driver {environment.driver}",
-                f"nvcc {environment.toolkit}",
-                f"torch {environment.torch}",
-                self._policy.id,
-            )
+        self._log = StudyLog(
+            store.optuna_storage(),
+            self.study,
+            space_hash=space_hash(),
+            conditions=conditions(environment, self._policy.id),
         )
-        self._log = StudyLog(store.optuna_storage(), self.study, space_hash=space_hash(), conditions=conditions)
         if self._log.replaces_older_space:
             self.notes.append(
                 "the search space is not that of the last search: a new study begins, old results are kept"

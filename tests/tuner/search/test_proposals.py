@@ -135,7 +135,8 @@ def open_log(storage: optuna.storages.BaseStorage, space: str = "space1", condit
 
 def test_the_log_gives_back_what_ended() -> None:
     storage = optuna.storages.InMemoryStorage()
-    outcomes = [Outcome.timed(2.5), Outcome("failed", reason="trap"), Outcome("refused", reason="spills")]
+    failed = Outcome("failed", reason="trap", kind="error")
+    outcomes = [Outcome.timed(2.5), failed, Outcome("refused", reason="too many", kind="spills")]
     log = open_log(storage)
     for config, outcome in zip(CONFIGS, outcomes, strict=False):
         log.add(config, outcome)

@@ -10,7 +10,7 @@ from bwdtune.gen.errors import UsageError
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime.gpu import NoGpuError
 from bwdtune.tuner.commands.cards import described_card
-from bwdtune.tuner.commands.roofline import roofline
+from bwdtune.tuner.roofline import roofline
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 

@@ -1,0 +1,1 @@
+"""What a database knows of its searches, as one page to read."""

@@ -74,7 +74,10 @@ class Case:
         problem = self.problem
         sequences = None
         if problem.varlen:
-            starts_q, starts_kv = (torch.tensor(starts, dtype=torch.int32, device=device) for starts in self._starts())
+            of_q, of_kv = self._starts()
+            starts_q = torch.tensor(of_q, dtype=torch.int32, device=device)
+            # One tensor for both says that both alignments are one, as a caller says it.
+            starts_kv = starts_q if of_q == of_kv else torch.tensor(of_kv, dtype=torch.int32, device=device)
             sequences = Sequences(starts_q, starts_kv, problem.seqlen_q, problem.seqlen_kv)
         window = (problem.window_left, problem.right if problem.mask == WINDOW else UNLIMITED)
         return Features(window, problem.bottom_right, SOFTCAP if problem.softcap else 0.0, sequences)

@@ -20,6 +20,7 @@ from ...db.records import NO_FUSED_BACKWARD, VerificationRecord
 from ...gen.errors import BwdtuneError
 from ...gen.problem import Problem
 from ...runtime import torch_attention
+from ...runtime.forwards import FLASH, FLASH_WINDOW
 from ...runtime.kernel import Kernel, KernelError
 from ...runtime.verification.inputs import Inputs
 from ...runtime.verification.verifier import Verifier
@@ -238,8 +239,9 @@ class _GpuBench:
             forward = torch_attention.forward(*tensors, causal, scale, inputs.features, default)
         elif inputs.features.plain:
             forward = PEERS[name].forward(inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
-        elif name == "fa" and not problem.softcap:
-            forward = inputs.forward
+        elif name == "fa" and (flash := self._default(problem, inputs)) in (FLASH, FLASH_WINDOW):
+            tensors = inputs.q, inputs.k, inputs.v
+            forward = torch_attention.forward(*tensors, problem.causal, problem.softmax_scale, inputs.features, flash)
         else:
             raise KernelError(f"PyTorch's {name} has no {problem.features_label}")
 

@@ -34,14 +34,20 @@ def test_pytorch_has_no_fused_backward_of_a_softcap(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "features", [{}, {"causal": True}, {"window_left": 64, "causal": True}, {"varlen": True}], ids=str
+    "features",
+    [{}, {"causal": True}, {"window_left": 64, "causal": True}, {"varlen": True}, {"varlen": True, "causal": True}],
+    ids=str,
 )
 def test_it_is_a_fused_kernel(features: dict[str, Any]) -> None:
     assert default_of("cuda", **features) in FUSED
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("features", [{}, {"deterministic": True}, {"window_left": 64, "causal": True}], ids=str)
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"deterministic": True}, {"window_left": 64, "causal": True}, {"varlen": True, "causal": True}],
+    ids=str,
+)
 def test_it_is_timed_beside_the_others(features: dict[str, Any]) -> None:
     worker = Worker("cuda:0")
     try:
@@ -56,12 +62,30 @@ def test_it_is_timed_beside_the_others(features: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-def test_what_pytorch_lacks_is_not_timed() -> None:
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem.parse("1_4_2_512_64", causal=True, softcap=True),
+        Problem.parse("2_4_2_100x300_64", causal=True, varlen=True),  # aligned top-left, with different lengths
+    ],
+    ids=lambda problem: problem.features_label,
+)
+def test_what_pytorch_lacks_is_not_timed(problem: Problem) -> None:
     worker = Worker("cuda:0")
     try:
-        timings = worker.time(Problem.parse("1_4_2_512_64", causal=True, softcap=True), [], ("default",), SEARCH_POLICY)
+        timings = worker.time(problem, [], ("default", "fa"), SEARCH_POLICY)
     finally:
         worker.close()
-    assert "default" not in timings
+    assert not timings.by_name
     assert timings.default_kernel == NO_FUSED_BACKWARD
     assert "no fused backward" in timings.unavailable["default"]
+    assert "PyTorch's fa has no" in timings.unavailable["fa"]
+
+
+def test_packed_sequences_say_that_their_lengths_are_the_same() -> None:
+    """As a caller does: else PyTorch's fused kernels, which align bottom-right, would not be their peers."""
+    for shape, same in (("2_4_2_100_64", True), ("2_4_2_100x300_64", False)):
+        case = Case(Problem.parse(shape, causal=True, varlen=True), "normal")
+        sequences = case.features(torch.device("cpu")).sequences
+        assert sequences
+        assert (sequences.cu_seqlens_q is sequences.cu_seqlens_kv) == same

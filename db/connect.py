@@ -111,6 +111,7 @@ def connect_sqlite(
     connection = _read_only(path) if mode == "ro" else _connect(path, f"mode={mode}", isolation_level)
     try:
         connection.execute(f"PRAGMA foreign_keys = {'ON' if foreign_keys else 'OFF'}")
+        connection.execute("PRAGMA trusted_schema = OFF")  # views and triggers of somebody else's file call nothing
         if mode != "ro" and connection.execute("PRAGMA journal_mode").fetchone() == ("wal",):
             # In WAL mode this is safe against crashes of the program, and saves an fsync for each of Optuna's commits.
             connection.execute("PRAGMA synchronous = NORMAL")

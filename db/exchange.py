@@ -197,6 +197,7 @@ def _problem_model() -> type[BaseModel]:
     columns: dict[str, Any] = {
         one.name: (bounded.get(types[one.name], types[one.name]), ... if one.default is MISSING else one.default)
         for one in fields(Problem)
+        if one.name in Problem.stored_names()
     }
     return create_model("_Problem", __config__=_STRICT, **columns)
 
@@ -353,7 +354,7 @@ def _utc(moment: datetime) -> datetime:
 
 def _block_to_dict(block: Block) -> dict[str, Any]:
     return {
-        "problem": asdict(block.problem),
+        "problem": block.problem.to_stored(),
         "searches": [_search_to_dict(search) for search in block.searches],
         "kernels": [_kernel_to_dict(kernel) for kernel in block.kernels],
     }

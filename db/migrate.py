@@ -133,12 +133,15 @@ def _schema_of(connection: sa.Connection, url: sa.URL) -> str | None:
     """
     database = connect.describe(url)
     inspector = sa.inspect(connection)
-    tables = {*inspector.get_table_names(), *inspector.get_view_names()}
+    views = {*inspector.get_view_names()}
+    tables = {*inspector.get_table_names(), *views}
     if models.VERSION_TABLE not in tables:
         others = tables if connection.dialect.name == "sqlite" else tables & _OUR_TABLES
         if others:
             raise ForeignDatabase(database, f"its tables are {_some(others)}")
         return None
+    if ours := views & {*_OUR_TABLES, models.VERSION_TABLE}:
+        raise ForeignDatabase(database, f"{_some(ours)} is a view")
     versions = connection.execute(sa.text(f"SELECT version_num FROM {models.VERSION_TABLE}")).scalars().all()
     if len(versions) != 1 or not re.fullmatch(r"\d{4}", str(versions[0])):
         raise CorruptDatabase(database, f"its schema version is {', '.join(map(repr, versions)) or 'missing'}")

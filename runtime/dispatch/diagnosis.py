@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...gen.build.jobs import find_built
@@ -23,7 +23,7 @@ NEARBY = 5
 
 _SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv")
 _MASK = ("causal", "window_left", "window_right")
-_KIND_FIELDS = ("mask", *(one.name for one in fields(Problem) if one.name not in (*_SIZES, *_MASK)))
+_KIND_FIELDS = ("mask", *(name for name in Problem.stored_names() if name not in (*_SIZES, *_MASK)))
 """What a kernel is generated for; sizes, and the limits of a window, are arguments."""
 
 

@@ -271,6 +271,12 @@ def _tables_of_our_names(path: Path) -> None:
     execute(path, "CREATE TABLE winners (name)", "CREATE TABLE problems (name)")
 
 
+def _a_view_of_our_name(path: Path) -> None:
+    """What somebody may hand over who wants a lookup to compute something."""
+    shutil.copy(NEWEST, path)
+    execute(path, "ALTER TABLE searches RENAME TO others", "CREATE VIEW searches AS SELECT * FROM others")
+
+
 def _optuna_alone(path: Path) -> None:
     storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
     optuna.create_study(storage=storage)
@@ -303,6 +309,7 @@ BROKEN: dict[Callable[[Path], None], type[DatabaseError]] = {
     _foreign_in_wal_mode: errors.ForeignDatabase,
     _only_a_view: errors.ForeignDatabase,
     _tables_of_our_names: errors.ForeignDatabase,
+    _a_view_of_our_name: errors.ForeignDatabase,
     _optuna_alone: errors.ForeignDatabase,
     _newer: errors.NewerDatabase,
 }

@@ -40,7 +40,7 @@ def command(
     from ....db.exchange import write_export
     from ....db.store import Store
 
-    problems = {described(shape) for shape in shapes} if shapes else None
+    problems = {Problem(**described(shape).to_stored()) for shape in shapes} if shapes else None
     with closing(Store.open(database, read_only=True)) as store:
         blocks = read_blocks(store, problems)
     absent = (problems or set()) - {block.problem for block in blocks}

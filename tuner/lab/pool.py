@@ -26,12 +26,14 @@ class Work:
         do: What. It runs in a thread of the bench.
         subject: What it is about, for the one who asked.
         avoid: The bench that should not do it, where there is another: see `Pool.takes`.
+        label: What it is about, for people.
         bench: The name of the one that did it, or is at it.
     """
 
     do: Callable[[Bench], Any]
     subject: Any = None
     avoid: str | None = None
+    label: str = ""
     bench: str = ""
     lost: int = field(default=0, init=False)
 
@@ -96,6 +98,7 @@ class Pool:
         self._open = 0  # pieces of work that were not released yet
         self._waiting: deque[Work] = deque()
         self._idle = list(benches)
+        self._doing: dict[str, Work] = {}
         self._inboxes: dict[str, queue.SimpleQueue[Work | None]] = {name: queue.SimpleQueue() for name in benches}
         # Daemons: whoever ends a search does not wait for a GPU that may hang. Closing the benches ends their work.
         for name, bench in benches.items():
@@ -106,6 +109,12 @@ class Pool:
         """Benches that are left."""
         with self._lock:
             return len(self._inboxes)
+
+    @property
+    def doing(self) -> dict[str, str | None]:
+        """What each bench is at, for people; None of one that has nothing to do."""
+        with self._lock:
+            return {name: self._doing[name].label if name in self._doing else None for name in self._inboxes}
 
     def takes(self, avoid: str | None = None) -> bool:
         """Whether a bench has nothing to do: another than the one to avoid, where there is another."""
@@ -128,6 +137,7 @@ class Pool:
         """Lets the bench of work that is done do something else: what it found is known now."""
         with self._lock:
             self._open -= 1
+            self._doing.pop(work.bench, None)
             if work.bench not in self._inboxes:
                 return
             self._idle.append(work.bench)
@@ -149,6 +159,7 @@ class Pool:
         name = next((name for name in self._idle if name != work.avoid), self._idle[0])
         self._idle.remove(name)
         work.bench = name
+        self._doing[name] = work
         self._inboxes[name].put(work)
 
     def _serve(self, name: str, bench: Bench) -> None:
@@ -171,6 +182,7 @@ class Pool:
             if self._closed:
                 return
             del self._inboxes[name]
+            self._doing.pop(name, None)
             left = len(self._inboxes)
             work.lost += 1
             poisonous = left and work.lost >= _LOST_AT_MOST

@@ -249,6 +249,7 @@ class CandidateSearch(ABC):
         the outcomes alone, and not on which compiler was quick.
         """
         self._total = min(self.options.trials, proposals.remaining)
+        self._pace = Pace()  # what was done until now has another one
         waiting: deque[Candidate] = deque()
         proposed = 0
         self.tell("searching")
@@ -299,7 +300,7 @@ class CandidateSearch(ABC):
         Raises:
             WorkerError: No bench can do anything any more.
         """
-        works = [Work(do) for do in pieces]
+        works = [Work(do, label=phase) for do in pieces]
         for work in works:
             self.pool.submit(work)
         done: dict[int, Answered] = {}
@@ -349,6 +350,7 @@ class CandidateSearch(ABC):
                 default_cost=default_cost,
                 per_second=self._pace.per_second,
                 left_s=min((seconds for seconds in left_s if seconds is not None), default=None),
+                workers=tuple(self.pool.doing.items()),
                 expected_gain=self.expected_gain,
             )
         )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PLAIN_INTERVAL_S = 5.0
+_SHOWN_WORKERS = 8
 _PACE_WINDOW = 20  # candidates: presets and what is stored already have another pace than the rest
 
 
@@ -96,6 +97,7 @@ class Status:
         default_cost: That of PyTorch's default backward.
         per_second: Candidates decided a second.
         left_s: Seconds until the last candidate is decided, at this pace; the final race follows.
+        workers: What each GPU is at, by its name; None of one that has nothing to do.
     """
 
     phase: str
@@ -109,6 +111,7 @@ class Status:
     default_cost: float | None = None
     per_second: float | None = None
     left_s: float | None = None
+    workers: tuple[tuple[str, str | None], ...] = ()
 
     def lines(self) -> list[str]:
         """What is found, and how it goes: a line each."""
@@ -126,19 +129,28 @@ class Status:
         return [going] if counts.passed else [self._found(), going]
 
     def text(self) -> str:
-        """The same in one line."""
-        return " | ".join(self.lines())
+        """The same in one line, with how many GPUs have something to do where there are several."""
+        busy = sum(doing is not None for _, doing in self.workers)
+        gpus = [f"{busy} of {len(self.workers)} GPUs busy"] if len(self.workers) > 1 else []
+        return " | ".join((*self.lines(), *gpus))
+
+    def worker_lines(self) -> list[str]:
+        """What each GPU is at, where there are several: the first few, and how many more there are."""
+        if len(self.workers) < 2:
+            return []
+        shown = [f"  {name}: {'idle' if doing is None else doing}" for name, doing in self.workers[:_SHOWN_WORKERS]]
+        more = len(self.workers) - _SHOWN_WORKERS
+        return [*shown, f"  … and {more} more"] if more > 0 else shown
 
     def _found(self) -> str:
         if self.best is None:
             return "no best yet"
         config, cost = self.best
-        found = [f"best {cost / 1e6:.3f} Mcycles, emulated," if self.emulated else f"best {cost:.3f} ms"]
-        if self.default_cost:
-            found.append(f"{self.default_cost / cost:.2f} × PyTorch's default")
-        if self.preset:
-            found.append(f"{self.preset[1] / cost:.2f} × {self.preset[0]}")
-        return f"{', '.join(found)} {short_form(config)}"
+        found = f"best {cost / 1e6:.3f} Mcycles, emulated" if self.emulated else f"best {cost:.3f} ms"
+        beside = [f"{self.default_cost / cost:.2f} × PyTorch's default"] if self.default_cost else []
+        beside += [f"{self.preset[1] / cost:.2f} × {self.preset[0]}"] if self.preset else []
+        compared = f" ({', '.join(beside)})" if beside else ""
+        return f"{found}{compared}: {short_form(config)}"
 
 
 def duration(seconds: float) -> str:
@@ -239,7 +251,7 @@ class BarProgress:
         if status.last and status.last[1]:
             self.notice(f"{short_form(status.last[0])}: {status.last[1]}")
         self._bar.update(self._task, description=status.phase, total=status.total, completed=status.counts.decided)
-        self._status.plain = "\n".join(status.lines())
+        self._status.plain = "\n".join((*status.lines(), *status.worker_lines()))
 
     def notice(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

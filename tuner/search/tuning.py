@@ -199,7 +199,8 @@ class Tuning(CandidateSearch):
                 (DEFAULT,) if first else (),
                 ready.alone,
             )
-            self.pool.submit(Work(examination, ready, ready.avoid))
+            label = short_form(ready.candidate.config)
+            self.pool.submit(Work(examination, ready, ready.avoid, label))
 
     def _reference(self) -> tuple[Config, float] | None:
         """What candidates are timed beside, and its cost: the best so far that there is a kernel of."""

@@ -82,6 +82,23 @@ def test_a_second_try_is_another_benchs() -> None:
         assert answer.get() == "a", "there is no other"
 
 
+def test_a_pool_says_what_each_bench_is_at() -> None:
+    go_on, begun = threading.Event(), threading.Barrier(2, timeout=LIMIT_S)
+
+    def do(bench: Any) -> None:
+        begun.wait()
+        go_on.wait(LIMIT_S)
+
+    with pool_of("a", "b") as (pool, results):
+        assert pool.doing == {"a": None, "b": None}
+        pool.submit(Work(do, label="w64"))
+        begun.wait()
+        assert pool.doing == {"a": "w64", "b": None}
+        go_on.set()
+        list(ended(pool, results))
+        assert pool.doing == {"a": None, "b": None}
+
+
 def test_a_candidates_fault_is_an_answer() -> None:
     def do(bench: Any) -> None:
         raise CandidateError("it crashed")

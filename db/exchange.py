@@ -48,6 +48,7 @@ LARGEST_FILE_BYTES = 2**28
 
 _LONGEST_REASON = 200
 _LONGEST_PROSE = 2000
+_MOST_SEQUENCES, _MOST_ELEMENTS = 2**17, 2**38  # of a tensor: half a TiB in 16 bits
 _MARKUP = re.compile(r"[^\w .,:;()+\-/=#@%*|\[\]?!…]")
 _T = TypeVar("_T")
 
@@ -247,13 +248,21 @@ def _clipped(text: str) -> str:
 
 
 def _block(found: Any, place: str) -> Block:
-    problem = _at(f"{place}.problem", lambda: Problem(**found.problem.model_dump()))
+    problem = _at(f"{place}.problem", partial(_problem, found.problem))
     searches = tuple(
         _at(f"{place}.searches[{index}]", partial(_search, one, problem)) for index, one in enumerate(found.searches)
     )
     known = {search.uid for search in searches}
     kernels = tuple(_kernel(one, known, f"{place}.kernels[{index}]") for index, one in enumerate(found.kernels))
     return Block(problem, searches, kernels)
+
+
+def _problem(found: BaseModel) -> Problem:
+    problem = Problem(**found.model_dump())
+    elements = problem.batch * problem.heads_q * max(problem.seqlen_q, problem.seqlen_kv) * problem.head_dim
+    if problem.batch > _MOST_SEQUENCES or elements > _MOST_ELEMENTS:
+        raise InvalidRecord(f"{problem.label} is larger than what a GPU holds")
+    return problem
 
 
 def _at(place: str, make: Callable[[], _T]) -> _T:

@@ -374,6 +374,7 @@ class EmulatedBest:
         policy: How it was timed.
         created_at: UTC.
         measurement_id: The measurement that it is best by.
+        machine_code: Hash of the machine code that ran; None in what was stored before there was such a hash.
     """
 
     problem: Problem
@@ -390,6 +391,7 @@ class EmulatedBest:
     policy: str
     created_at: datetime
     measurement_id: int | None = None
+    machine_code: str | None = None
 
 
 @dataclass(frozen=True)

@@ -454,4 +454,5 @@ def emulated_best(
         policy=emulated.policy,
         created_at=row.created_at.replace(tzinfo=timezone.utc),
         measurement_id=row.measurement_id,
+        machine_code=compiled.machine_code,
     )

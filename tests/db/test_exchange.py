@@ -210,6 +210,8 @@ def test_a_configuration_goes_through_the_families_parser(text: str, parameter: 
         ('"NVIDIA H200"', '"<img src=x>"'),
         ('"batch": 1', '"batch": true'),
         ('"batch": 1', '"batch": 0'),
+        ('"batch": 1', '"batch": 2147483647'),
+        ('"seqlen_q": 4096', '"seqlen_q": 2147483647'),
         ('"dtype": "bf16"', '"dtype": "fp32"'),
         ('"softcap": false', '"softcap": 0'),
         ('"at": "2', '"at": "1'),

@@ -245,7 +245,7 @@ def _stored(store: Store) -> Iterator[Measured]:
             arch=best.environment.arch,
             toolkit=best.environment.toolkit,
             source_hash=best.source_hash,
-            machine_code=best.machine_code if isinstance(best, Winner) else None,
+            machine_code=best.machine_code,
         )
 
 

@@ -15,7 +15,7 @@ import pytest
 from search_fakes import ENVIRONMENT, PROBLEM, FakeBench, FakeBuilder
 
 from bwdtune.db.models import SCHEMA
-from bwdtune.db.records import MeasurementRecord, SearchRecord, VerificationRecord
+from bwdtune.db.records import EMULATED, MeasurementRecord, SearchRecord, VerificationRecord
 from bwdtune.db.store import Store
 from bwdtune.gen.build.jobs import Variant
 from bwdtune.gen.build.toolchain import ToolchainError, find_compiler
@@ -568,6 +568,26 @@ class TestCheck:
         builder.broken = lambda config: True
         (found,) = self.faults(theirs, capsys)
         assert "does not compile here" in found
+
+    def test_an_emulated_one_of_other_text_is_known_by_its_machine_code(
+        self, theirs: Path, builder: FakeBuilder, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        builder.machine_code = lambda source: "the same"
+        source = render(PROBLEM, PRESETS["v2"], emulate="sm_120", card=H200)
+        variant = replace(FakeBuilder()(replace(source, text=source.text + "// longer"), H200.arch))
+        variant.__dict__["machine_code"] = "the same"
+        with closing(Store.open(theirs)) as store:
+            variant_id = store.record_variant(PROBLEM, variant_record(PROBLEM, variant))
+            verdict = store.record_verification(PROBLEM, variant_id, VerificationRecord(True, 2e-3))
+            record = MeasurementRecord(
+                H200_HERE, "race-1", 9.0, 8.9, 9.1, 30, limits="sm_120", kind=EMULATED, cycles=2e7
+            )
+            measurement = store.record_measurement(PROBLEM, variant_id, record)
+            store.set_emulated_best(PROBLEM, H200_HERE, "sm_120", measurement, verdict)
+        assert self.faults(theirs, capsys) == []
+        builder.machine_code = lambda source: "another"
+        (found,) = self.faults(theirs, capsys)
+        assert "another kernel" in found
 
     def test_without_a_compiler(
         self, ours: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

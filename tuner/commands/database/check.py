@@ -99,8 +99,7 @@ def _built(sources: Sequence[Source], arch: str, cache: Path | None) -> dict[str
 def _objection(best: Winner | EmulatedBest, variant: Variant) -> str:
     if not variant.library:
         return f"it does not compile here: {variant.error}"
-    machine_code = best.machine_code if isinstance(best, Winner) else None
-    standing = Identity(best.source_hash, machine_code, best.environment.toolkit).standing(variant)
+    standing = Identity(best.source_hash, best.machine_code, best.environment.toolkit).standing(variant)
     if standing is Standing.OTHER:
         return "this version makes another kernel of it than the one that was timed: search again"
     if standing is Standing.UNPROVEN:

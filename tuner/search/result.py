@@ -25,7 +25,7 @@ class Counts:
     Attributes:
         valid: Configurations that the arithmetic lets through.
         refused_by_arithmetic: Those that it does not.
-        earlier: Valid ones that earlier searches had settled.
+        earlier: Valid ones that other searches have settled, before this one or meanwhile.
         decided: Candidates of this search that were settled, by whatever gate.
         passed: Those that passed every gate where nothing was there to time them.
         verified: Those of them whose gradients were checked, on the CPU.

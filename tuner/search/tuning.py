@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from ..lab.pool import Answered, Work
 from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import SEARCH_POLICY, Cycles, Timing, Timings
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
+from .claims import Claims
 from .learner import Learner
 from .options import SearchOptions
 from .progress import Progress
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 HEAD_STARTS = 4
 """What has won elsewhere on such a card and is tried before what a sampler proposes: few, since much of it is alike."""
 
+_POLL_S = 0.5
 _SLOWED = 1.1  # the reference takes so much longer than before: the card is not what it was
 
 
@@ -105,6 +108,8 @@ class Tuning(CandidateSearch):
             space_hash=space_hash(),
             conditions=conditions(environment, self._policy.id),
         )
+        self._logged: dict[Config, Outcome] = {}
+        self._claims = Claims(store, self.study, conditions(environment, self._policy.id), self._patience)
         if self._log.replaces_older_space:
             self.notes.append(
                 "the search space is not that of the last search: a new study begins, old results are kept"
@@ -116,15 +121,14 @@ class Tuning(CandidateSearch):
             first = (*PRESETS.values(), *self._head_starts())
             with self.clock.phase("begin"), self.interruptible():
                 proposals = self._proposals(first)
-            for config, outcome in self._log.past():
-                if proposals.learn(config, outcome):
-                    self.counts.earlier += 1
-                    self._note(config, outcome)
+            self.learn_from_others(proposals)
+            self._agree_on_scale(proposals)
             if self.best and proposals.remaining and not self.options.emulate:
                 variant = self.compile_all([self.best[0]])[self.best[0]].variant
                 if variant and variant.library:
                     self._references[self.best[0]] = variant
             self.try_candidates(proposals)
+            self.learn_from_others(proposals)
             race = FinalRace(self, self._store, self._costs, self._unfit)
             rows, winner = race.run()
             if race.record:
@@ -139,6 +143,8 @@ class Tuning(CandidateSearch):
             with suppress(BwdtuneError):
                 self._keep_best()
             raise
+        finally:
+            self._claims.give_up()
         if self._noisy:
             self.notes.append(f"{self._noisy} timings were noisy: see above, and search again on an idle GPU")
         return self.result(status, rows, proposals, winner, self._environment, error)
@@ -157,8 +163,32 @@ class Tuning(CandidateSearch):
         )
         return list(itertools.islice(fitting, HEAD_STARTS))
 
+    def learn_from_others(self, proposals: Proposals) -> None:
+        for config, outcome in self._patience(lambda: list(self._log.news())):
+            if proposals.learn(config, outcome):
+                self.counts.earlier += 1
+                self._note(config, outcome)
+            self._logged[config] = outcome
+
+    def claim(self, config: Config, proposals: Proposals) -> bool:
+        if not self._claims.take(config):
+            return False
+        self.learn_from_others(proposals)  # who had it until now has logged what came of it
+        return True
+
+    def _agree_on_scale(self, proposals: Proposals) -> None:
+        """Costs are times on the card of the first candidate: of searches that begin at once, one of them times it."""
+        told = False
+        while not (self.best or self.options.emulate or self._time_is_up() or self._claims.take_scale()):
+            if not told:
+                told = True
+                self.notice("another search of this problem has begun: waiting for its first time, to compare with")
+            with self.wait("time"):
+                time.sleep(_POLL_S)
+            self.learn_from_others(proposals)
+
     def known_outcome(self, candidate: Candidate) -> Outcome | None:
-        return self._measured(candidate)
+        return self._logged.get(candidate.config) or self._measured(candidate)
 
     def _measured(self, candidate: Candidate, machine_code: str | None = None) -> Outcome | None:
         stored = self._store.measurement_of(candidate.config, candidate.source, machine_code)

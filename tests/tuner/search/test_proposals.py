@@ -129,6 +129,18 @@ def test_what_was_learnt_is_not_proposed() -> None:
     assert CONFIGS[0] not in drive(proposals, 1000, timed)
 
 
+def test_what_another_search_is_at_is_postponed_until_its_outcome_is_known() -> None:
+    proposals = Proposals(CONFIGS, sampler="exhaustive", seed=0)
+    postponed, after = proposals.next(), proposals.next()
+    proposals.postpone(postponed)
+    proposals.tell(after, timed(after.config))
+    assert not proposals.learn(after.config, timed(after.config)), "its own outcome is no news"
+    assert proposals.learn(postponed.config, timed(postponed.config))
+    assert not proposals.learn(postponed.config, timed(postponed.config))
+    assert proposals.remaining == len(CONFIGS) - 2
+    assert postponed.config not in drive(proposals, 1000, timed)
+
+
 def open_log(storage: optuna.storages.BaseStorage, space: str = "space1", conditions: str = "here") -> StudyLog:
     return StudyLog(storage, f"1_1_64_64 on card space {space}", space_hash=space, conditions=conditions)
 
@@ -140,13 +152,23 @@ def test_the_log_gives_back_what_ended() -> None:
     log = open_log(storage)
     for config, outcome in zip(CONFIGS, outcomes, strict=False):
         log.add(config, outcome)
-    assert list(open_log(storage).past()) == list(zip(CONFIGS, outcomes, strict=False))
+    assert list(open_log(storage).news()) == list(zip(CONFIGS, outcomes, strict=False))
+
+
+def test_the_log_tells_each_outcome_once_those_of_other_searches_too() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    mine, other = open_log(storage), open_log(storage)
+    mine.add(CONFIGS[0], Outcome.timed(2.5))
+    assert [config for config, _ in mine.news()] == [CONFIGS[0]]
+    other.add(CONFIGS[1], Outcome.timed(1.5))
+    assert list(mine.news()) == [(CONFIGS[1], Outcome.timed(1.5))]
+    assert list(mine.news()) == []
 
 
 def test_the_log_keeps_conditions_apart() -> None:
     storage = optuna.storages.InMemoryStorage()
     open_log(storage).add(CONFIGS[0], Outcome.timed(2.5))
-    assert list(open_log(storage, conditions="another driver").past()) == []
+    assert list(open_log(storage, conditions="another driver").news()) == []
 
 
 def test_an_edit_of_one_family_keeps_the_trials_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +178,7 @@ def test_an_edit_of_one_family_keeps_the_trials_of_the_others(monkeypatch: pytes
         open_log(storage).add(config, Outcome.timed(2.5))
     hashes = {family: template_hash(family) for family in FAMILIES}
     monkeypatch.setattr(proposals, "template_hash", (hashes | {"mma": "edited"}).get)
-    assert [config for config, _ in open_log(storage).past()] == configs[1:]
+    assert [config for config, _ in open_log(storage).news()] == configs[1:]
 
 
 def test_a_changed_space_is_another_study_and_said_once() -> None:
@@ -166,9 +188,9 @@ def test_a_changed_space_is_another_study_and_said_once() -> None:
     assert not first.replaces_older_space
     changed = open_log(storage, space="space2")
     assert changed.replaces_older_space
-    assert list(changed.past()) == []
+    assert list(changed.news()) == []
     assert not open_log(storage, space="space2").replaces_older_space
-    assert list(open_log(storage).past()) == [(CONFIGS[0], Outcome.timed(2.5))], "the old rows are kept"
+    assert list(open_log(storage).news()) == [(CONFIGS[0], Outcome.timed(2.5))], "the old rows are kept"
 
 
 def test_the_log_holds_ended_trials_only() -> None:
@@ -194,4 +216,4 @@ def test_a_database_that_fails_is_one_line() -> None:
 def test_an_outcome_that_does_not_last_is_not_logged() -> None:
     storage = optuna.storages.InMemoryStorage()
     open_log(storage).add(CONFIGS[0], Outcome("failed", reason="no space", lasting=False))
-    assert list(open_log(storage).past()) == []
+    assert list(open_log(storage).news()) == []

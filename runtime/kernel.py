@@ -17,7 +17,7 @@ from .features import PLAIN, Features
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _MASKS = (FULL, CAUSAL, WINDOW)  # in the order of their numbers in the C interface
 _ALIGNMENT_BYTES = 16  # of TMA: bases and strides
 _STRIDE_LIMIT_BYTES = 2**40  # of TMA
@@ -73,6 +73,7 @@ class _Info(ctypes.Structure):
         ("head_dim", ctypes.c_int32),
         ("mask", ctypes.c_int32),
         *((flag, ctypes.c_int32) for flag in FLAGS),
+        ("writes_all_rows", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("shared_memory_bytes", ctypes.c_int64),
         ("dtype", ctypes.c_char_p),
@@ -92,6 +93,7 @@ class KernelInfo:
         softcap: Whether scores are capped.
         varlen: Whether it takes `Sequences`.
         deterministic: Whether its gradients are the same bits at each call.
+        writes_all_rows: Whether keys that belong to no packed sequence get gradients of zero; else they get none.
         config: The configuration's id.
         threads: Threads of a block of the main kernel.
         shared_memory_bytes: Dynamic shared memory of a block.
@@ -104,6 +106,7 @@ class KernelInfo:
     softcap: bool
     varlen: bool
     deterministic: bool
+    writes_all_rows: bool
     config: str
     threads: int
     shared_memory_bytes: int
@@ -187,6 +190,7 @@ class Kernel:
             head_dim=info.head_dim,
             mask=_MASKS[info.mask],
             **{flag: bool(getattr(info, flag)) for flag in FLAGS},
+            writes_all_rows=bool(info.writes_all_rows),
             config=info.config.decode(),
             threads=info.threads,
             shared_memory_bytes=info.shared_memory_bytes,
@@ -471,7 +475,7 @@ def backward(
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     gradients = _gradient_like(q), _gradient_like(k), _gradient_like(v)
-    if features.sequences:  # rows that belong to none are nobody's to write
+    if not kernel.info.writes_all_rows:
         gradients[1].zero_()
         gradients[2].zero_()
     kernel.launch(q, k, v, o, dout, lse, *gradients, scale=scale, features=features)

@@ -70,7 +70,7 @@ class Native:
             return found
 
         pointer, text, int32, int64 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64
-        self._add_kernel = function("add_kernel", pointer, *[pointer] * 5)
+        self._add_kernel = function("add_kernel", pointer, ctypes.c_int, *[pointer] * 5)
         self._launches = function("launches", int64, pointer)
         self._reason = function("reason", int32, text)
         self._reasons = function("reasons", int32)
@@ -140,7 +140,8 @@ class Native:
         with self._lock:
             known = self._kernels.get(addresses[0])
             if known is None:
-                known = self._kernels[addresses[0]] = (kernel, self._add_kernel(*addresses))
+                handle = self._add_kernel(kernel.info.writes_all_rows, *addresses)
+                known = self._kernels[addresses[0]] = (kernel, handle)
         return known[1]
 
 

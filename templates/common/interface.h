@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define BWDTUNE_ABI_VERSION 2
+#define BWDTUNE_ABI_VERSION 3
 
 /* The keys that a query sees. Query i lies at key i; in a library with `bottom_right` at key i + seqlen_kv - seqlen_q of its
  * sequence. */
@@ -59,7 +59,7 @@ typedef struct bwdtune_arguments {
   const int32_t* cu_seqlens_q; /* read with varlen, as the next three. Device memory, batch + 1 values: where each sequence
                                   begins in the rows of q, and one past the end of the last. The tensors are (1, heads,
                                   positions, head_dim), and lse (heads_q, positions_q). A sequence may have no rows; rows
-                                  outside of all sequences get a dq of zero, and their dk and dv are left as they were */
+                                  outside of all sequences get a dq of zero; their dk and dv: see writes_all_rows */
   const int32_t* cu_seqlens_kv;
   int64_t positions_q;         /* rows of q in all */
   int64_t positions_kv;        /* rows of k in all */
@@ -76,6 +76,7 @@ typedef struct bwdtune_info {
   int32_t softcap;             /* 1: scores are capped */
   int32_t varlen;              /* 1: sequences of several lengths, see cu_seqlens_q */
   int32_t deterministic;       /* 1: the same bits at each call; else dq's last ones may differ */
+  int32_t writes_all_rows;     /* 1: rows outside of all sequences get a dk and a dv of zero; 0: these are left as they were */
   int32_t threads;             /* of a block of the main kernel */
   int64_t shared_memory_bytes; /* of a block of the main kernel */
   const char* dtype;           /* "bf16" or "fp16": q, k, v, o, dout and the gradients */

@@ -35,6 +35,7 @@ int bwdtune_get_info(bwdtune_info* info) {
   info->head_dim = 64;
   info->mask = BWDTUNE_MASK_CAUSAL;
   info->bottom_right = info->softcap = info->varlen = info->deterministic = 0;
+  info->writes_all_rows = 1;
   info->threads = 1;
   info->shared_memory_bytes = 0;
   info->dtype = "bf16";

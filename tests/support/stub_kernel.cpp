@@ -204,6 +204,7 @@ int bwdtune_get_info(bwdtune_info* info) {
   info->softcap = SOFTCAP;
   info->varlen = VARLEN;
   info->deterministic = DETERMINISTIC;
+  info->writes_all_rows = !VARLEN;
   info->threads = 128;
   info->shared_memory_bytes = 81920;
   info->dtype = BF16 ? "bf16" : "fp16";

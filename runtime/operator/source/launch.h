@@ -210,10 +210,9 @@ inline Gradients launch(Kernel& kernel, const Problem& problem, const Call& call
   describe_input(call.v, at, arguments.v, held[2]);
   describe_input(call.out, at, arguments.o, held[3]);
   describe_input(call.dout, at, arguments.dout, held[4]);
-  // Rows that belong to no sequence are nobody's to write.
   Output dq(call.q, call.layout, at, arguments.dq, false);
-  Output dk(call.k, call.layout, at, arguments.dk, problem.varlen);
-  Output dv(call.v, call.layout, at, arguments.dv, problem.varlen);
+  Output dk(call.k, call.layout, at, arguments.dk, !kernel.writes_all_rows);
+  Output dv(call.v, call.layout, at, arguments.dv, !kernel.writes_all_rows);
   arguments.lse = lse.data_ptr<float>();
   arguments.batch = problem.batch;
   arguments.heads_q = problem.heads_q;

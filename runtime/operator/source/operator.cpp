@@ -42,10 +42,11 @@ EXPORT void bwdtune_operator_connect(
   bwdtune::state().current_stream.store(current_stream, std::memory_order_release);
 }
 
-// A kernel from its library's functions; never freed. The last two may be null.
+// A kernel from what its library says of itself and its functions; never freed. The last two may be null.
 EXPORT void* bwdtune_operator_add_kernel(
-    void* backward, void* workspace_bytes, void* error_text, void* host_register, void* host_clear) {
+    int writes_all_rows, void* backward, void* workspace_bytes, void* error_text, void* host_register, void* host_clear) {
   auto* const kernel = new bwdtune::Kernel;
+  kernel->writes_all_rows = writes_all_rows != 0;
   kernel->backward = reinterpret_cast<decltype(kernel->backward)>(backward);
   kernel->workspace_bytes = reinterpret_cast<decltype(kernel->workspace_bytes)>(workspace_bytes);
   kernel->error_text = reinterpret_cast<decltype(kernel->error_text)>(error_text);

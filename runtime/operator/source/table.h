@@ -93,6 +93,7 @@ struct Kernel {
   // Of kernels of the host target: the memory that the next launch may access. Null for all others.
   void (*host_register)(const char* name, void* data, int64_t bytes, int writable);
   void (*host_clear)();
+  bool writes_all_rows;  // also those that belong to no packed sequence
   std::atomic<int64_t> launches{0};
   std::atomic<int32_t> failure{kNone};  // the reason's number, where a launch has failed: it is not tried again
 };

@@ -469,8 +469,10 @@ PACKED_WGMMA_MUTATIONS: dict[str, tuple[str, str]] = {
         "first_padded_row(middle + 2,",
     ),
     "who has no queries is not in the schedule": ("max(2 * least, 1u)", "2 * least"),
-    "each round of the schedule begins anew": ("lane_tiles += kv_tiles_before;", ""),
-    "the schedule's lanes do not know of each other": ("lane_rank += rank;", "lane_rank = rank;"),
+    "the schedule counts tiles from one on": (
+        "sequence.kv_tiles_before = lane_tiles;",
+        "sequence.kv_tiles_before = lane_tiles + 1;",
+    ),
     "heads of a sequence are counted from another one on": (
         "number - sequence.kv_tiles_before * heads",
         "number - sequence.kv_tiles_before",

@@ -35,11 +35,13 @@ PRESETS: dict[str, Config] = {
     "w64first": WgmmaConfig(dq_delayed=True, v_fragments=3, store_first=True),
     "w64conv": WgmmaConfig(dq_delayed=True, v_fragments=3, dq_epilogue_in_kernel=True),
     "w128": WgmmaConfig(block_q=128, dq_delayed=True),
+    "w64split": WgmmaConfig(dq_delayed=True, v_fragments=4, dq_bulk_reduce=False, split_accumulators=True),
+    "w64bulk": WgmmaConfig(dq_delayed=True, v_fragments=4, split_accumulators=True, dout_stages=1),
 }
 """v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit
 its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory, those with a w are
 for Hopper: w64first for short sequences and deterministic gradients, w64conv, whose dQ needs no kernel of its own, for
-long ones, w128 for head_dims up to 64."""
+long ones, w128 for head_dims up to 64, w64split and w64bulk for those above 128, the latter deterministic too."""
 
 
 def preset_name(config: Config) -> str | None:

@@ -1,4 +1,4 @@
-"""The ``wgmma`` family (``templates/wgmma``): warpgroups of Hopper, a producer and two consumers, 128 keys an item."""
+"""The ``wgmma`` family (``templates/wgmma``): warpgroups of Hopper, a producer and two consumers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .base import (
     Contradiction,
     Phase,
     TileWork,
+    Value,
     ceil_div,
     family,
     parameter,
@@ -25,8 +26,14 @@ from .context import KernelContext
 
 _CONVERTED_ROWS = 32  # of dQ, that the warp which converts it takes at a time
 _HEAD_DIMS = range(32, 128 + 1, 8)
+_SPLIT_HEAD_DIMS = range(128 + 8, 256 + 1, 8)
 _PANEL_COLUMNS = 64
 _WORKING_REGISTERS = 28
+
+
+def _of_split(name: str, value: Value, reason: str) -> Contradiction:
+    """That a parameter has this value where accumulators are split."""
+    return Contradiction((name, "split_accumulators"), lambda found, split: split and found != value, reason)
 
 
 @family
@@ -43,11 +50,10 @@ class WgmmaConfig(Config):
     warpgroup_keys: ClassVar[int] = 64  # m of wgmma
     consumer_warpgroups: ClassVar[int] = 2
     threads: ClassVar[int] = (consumer_warpgroups + 1) * warpgroup_threads
-    block_kv: ClassVar[int] = consumer_warpgroups * warpgroup_keys
     min_blocks_per_sm: ClassVar[int] = 1
     producer_registers: ClassVar[int] = 24  # of a thread
     consumer_registers: ClassVar[int] = 240  # what is then left to the others
-    stages: ClassVar[int] = 2  # of Q, of dO and of dS
+    stages: ClassVar[int] = 2  # of Q and of dS
     item_stages: ClassVar[int] = 8
     packed_item_bytes: ClassVar[int] = 32  # what roles are told of an item of packed sequences; else its number
     converted_rows: ClassVar[int] = _CONVERTED_ROWS
@@ -79,6 +85,16 @@ class WgmmaConfig(Config):
             lambda store_first, in_kernel: store_first and in_kernel,
             "dQ's place is cleared where it is converted: nothing is left for the first key tile to store",
         ),
+        _of_split("block_q", 64, "a consumer of dK or dV alone has registers for 64 queries: a tile has {block_q}"),
+        _of_split("dq_delayed", True, "consumers of the same keys compute dQ of the tile before"),
+        _of_split("skip_masked", False, "consumers of the same keys have the same tiles masked"),
+        _of_split("code_copies", 1, "consumers of dK and of dV have code of their own, not {code_copies} copies of it"),
+        _of_split("dq_epilogue_in_kernel", False, "tiles of head_dims above 128 leave no room to convert dQ"),
+        Contradiction(
+            ("dout_stages", "split_accumulators"),
+            lambda stages, split: stages != 2 and not split,
+            "consumers of different keys have two stages of dO: {dout_stages}",
+        ),
     )
 
     block_q: int = parameter("q", (64, 80, 128), "Rows of a Q/dO tile (B_r).", default=64)
@@ -102,7 +118,8 @@ class WgmmaConfig(Config):
     v_fragments: int = parameter(
         "v",
         (0, 1, 2, 3, 4, 5),
-        "k-steps along head_dim for which V is kept in registers: they spare shared memory's bandwidth.",
+        "k-steps along head_dim for which V is kept in registers, and K where the accumulators are split: they spare "
+        "shared memory's bandwidth.",
         default=0,
     )
     resync: bool = parameter(
@@ -160,11 +177,37 @@ class WgmmaConfig(Config):
         later=True,
         stored="convert_dq",
     )
+    split_accumulators: bool = parameter(
+        "a",
+        (False, True),
+        "Both consumers have the same 64 keys, one accumulates dV and the other dK, for head_dims above 128; else each "
+        "has both of 64 keys of its own.",
+        default=False,
+        later=True,
+    )
+    dout_stages: int = parameter(
+        "o",
+        (2, 1),
+        "Stages of dO: two, or one that leaves shared memory to dQ, where the accumulators are split.",
+        default=2,
+        later=True,
+    )
+
+    @property
+    def block_kv(self) -> int:
+        """Rows of a K/V tile (B_c): the keys of an item."""
+        return self.warpgroup_keys * (1 if self.split_accumulators else self.consumer_warpgroups)
 
     def refusal(self, problem: Problem, device: Device) -> str | None:
         if not device.has_wgmma:
             return f"{device.name} has no wgmma: it is an instruction of sm_90a alone"
-        if problem.head_dim not in _HEAD_DIMS:
+        if self.split_accumulators:
+            if problem.head_dim not in _SPLIT_HEAD_DIMS:
+                return (
+                    f"head_dim {problem.head_dim}: a consumer of dK alone, or of dV, is for {_SPLIT_HEAD_DIMS[0]} to "
+                    f"{_SPLIT_HEAD_DIMS[-1]}; up to {_HEAD_DIMS[-1]} it has registers for both"
+                )
+        elif problem.head_dim not in _HEAD_DIMS:
             why = (
                 "most of the 64 columns that it is filled up to would be zeros"
                 if problem.head_dim < _HEAD_DIMS[0]
@@ -209,9 +252,14 @@ class WgmmaConfig(Config):
         _, panel_columns = _columns(problem.head_dim)
         row_bytes = panel_columns * problem.element_bytes
         keys = 2 * block_kv * row_bytes
-        queries = 2 * stages * block_q * row_bytes
+        query_stages = stages + self.dout_stages
+        queries = query_stages * block_q * row_bytes
         ds = stages * block_q * block_kv * problem.element_bytes
         dq = block_q * panel_columns * ACCUMULATOR_BYTES
+        p = 0
+        if self.split_accumulators:
+            p = block_q * block_kv * problem.element_bytes
+            dq = self.consumer_warpgroups * block_q * _PANEL_COLUMNS * ACCUMULATOR_BYTES * self.dq_bulk_reduce
         # A pattern of 8 rows for every 64 queries, for each stage of L and of delta, and one of zeros; or a float each.
         statistics = block_q // 64 * 1024 if self.lse_delta_k_step else block_q * ACCUMULATOR_BYTES
         zeros, converted = statistics if self.lse_delta_k_step else 0, 0
@@ -219,19 +267,21 @@ class WgmmaConfig(Config):
             # Sums on their way in, the last ones converted, and more zeros.
             row_bytes_of_part = _PANEL_COLUMNS * (self.sums_stages * ACCUMULATOR_BYTES + problem.element_bytes)
             zeros, converted = self.zeros_bytes, _CONVERTED_ROWS * row_bytes_of_part
-        barriers = (21 + 2 * self.item_stages + self.sums_stages) * BARRIER_BYTES
-        tiles = keys + queries + ds + dq + converted
-        own = tiles + 2 * stages * statistics + zeros + barriers
+        barriers = (17 + 2 * self.dout_stages + 2 * self.item_stages + self.sums_stages) * BARRIER_BYTES
+        tiles = keys + queries + ds + p + dq + converted
+        own = tiles + query_stages * statistics + zeros + barriers
         if problem.varlen:
             return ceil_div(own, 16) * 16 + self.item_stages * self.packed_item_bytes
         return own + self.item_stages * INDEX_BYTES
 
     def registers(self, problem: Problem) -> int:
         """Of a consumer thread. A producer needs few; the launch itself asks for a third of an SM's."""
-        sums = 2 * _columns(problem.head_dim)[0] // 2
-        constants = (2 if problem.dtype == "fp16" else 1) * self.lse_delta_k_step
+        sums = (1 if self.split_accumulators else 2) * _columns(problem.head_dim)[0] // 2
+        # In fp16 L's constants are not delta's, and one consumer may have both.
+        both = problem.dtype == "fp16" and not self.split_accumulators
+        constants = (1 + both) * self.lse_delta_k_step
         kept = FRAGMENT_REGISTERS * (self.v_fragments + constants)
-        # S and dP are alive together; P and dS in 16 bits, which take their place, with dQ.
+        # S and dP, or one of them and dQ, are alive together; P and dS in 16 bits, which take their place, with dQ.
         scores = self.block_q
         # Measured: with less to spare for a cap's slopes, ptxas spills or serializes.
         slopes = self.block_q * 7 // 32 if problem.softcap else 0
@@ -248,15 +298,20 @@ class WgmmaConfig(Config):
         """The tensor cores read operands from shared memory themselves: A of 64 rows and B of each k-step, for each of
         two warpgroups, but for what lies in registers."""
         head_dim, block_q, element = problem.head_dim, self.block_q, problem.element_bytes
+        # Each consumer has all products of its own keys; or both have one of each pair, and divide dQ.
+        split = self.split_accumulators
+        shares = 1 if split else self.consumer_warpgroups
         step_a, steps = self.warpgroup_keys * MMA_K * element, head_dim // MMA_K
-        of_scores = 2 * steps * (step_a + block_q * MMA_K * element) - self.v_fragments * step_a
+        of_scores = 2 * steps * (step_a + block_q * MMA_K * element) - (1 + split) * self.v_fragments * step_a
         of_scores += 2 * self.lse_delta_k_step * block_q * MMA_K * element
         of_dkv = 2 * block_q * head_dim * element
         of_dq = self.block_kv // MMA_K * (step_a + self.dq_queries(head_dim) * MMA_K * element)
-        moved = (self.block_kv + 2 * head_dim) * block_q * element + 2 * block_q * head_dim * ACCUMULATOR_BYTES
+        of_dq *= ceil_div(head_dim, _PANEL_COLUMNS) if split else 1
+        moved = ((1 + 2 * split) * self.block_kv + 2 * head_dim) * block_q * element
+        moved += 2 * block_q * head_dim * ACCUMULATOR_BYTES
         phase = Phase(
             products=5 * head_dim + 2 * MMA_K * self.lse_delta_k_step,
-            shared_bytes=self.consumer_warpgroups * (of_scores + of_dkv + of_dq) + moved,
+            shared_bytes=shares * (of_scores + of_dkv + of_dq) + moved,
             computes_scores=True,
         )
         return TileWork(

@@ -41,6 +41,9 @@ NOT_EVERYWHERE = {
     # dK and dV of two warpgroups fill the registers beside 64 queries; at 64 columns V has four steps.
     ("wgmma", "block_q", 128, "sm_90a"): {128},
     ("wgmma", "v_fragments", 64, "sm_90a"): {5},
+    # Above 128 columns alone does one consumer accumulate dV and the other dK.
+    **{("wgmma", "split_accumulators", head_dim, "sm_90a"): {True} for head_dim in (64, 128)},
+    **{("wgmma", "dout_stages", head_dim, "sm_90a"): {1} for head_dim in (64, 128)},
 }
 
 
@@ -57,7 +60,7 @@ def valid_set(problem: Problem, device: Device) -> frozenset[Config]:
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_points_of_the_space(preset: str) -> None:
-    problem = dataclasses.replace(SEED, head_dim=64) if preset == "w128" else SEED
+    problem = dataclasses.replace(SEED, head_dim={"w128": 64, "w64split": 256, "w64bulk": 256}.get(preset, 128))
     assert PRESETS[preset] in valid_set(problem, H200)
     assert (PRESETS[preset] in valid_set(problem, RTX_5090)) == (preset != "t128" and preset[0] != "w")
 
@@ -216,6 +219,28 @@ def test_a_head_dim_that_wgmma_kernels_do_not_take_is_refused_with_the_cause(hea
         assert reason is not None
         assert f"head_dim {head_dim}: the wgmma kernels take 32 to 128" in reason
         assert said in reason
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "said"),
+    [
+        (128, {}, "up to 128 it has registers for both"),
+        (136, {}, None),
+        (256, {}, None),
+        (256, {"v_fragments": 5}, "about 244 registers a thread"),
+        (256, {"dq_bulk_reduce": True}, "bytes of shared memory"),
+        (256, {"dq_bulk_reduce": True, "dout_stages": 1}, None),
+        (192, {"dq_bulk_reduce": True}, None),
+        (256, {"block_q": 128}, "registers for 64 queries: a tile has 128"),
+        (256, {"dq_delayed": False}, "dQ of the tile before"),
+        (256, {"code_copies": 2}, "not 2 copies of it"),
+        (256, {"split_accumulators": False, "dout_stages": 1}, "two stages of dO: 1"),
+    ],
+)
+def test_accumulators_are_split_above_head_dim_128(head_dim: int, changes: dict[str, int], said: str | None) -> None:
+    config = dataclasses.replace(PRESETS["w64split"], **changes)
+    reason = refusal(Problem.parse(f"8_16_4096_{head_dim}", causal=True), config, H200)
+    assert reason is None if said is None else said in (reason or "")
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,24 @@ def test_features_of_wgmma_kernels_do_not_spill(dq_delayed: bool) -> None:
         assert_fits(problem, config, H200)
 
 
+SPLIT_FEATURED = (
+    (Problem.parse("4_8_4096_256"), PRESETS["w64split"]),
+    (Problem.parse("4_8_4096_192", causal=True, varlen=True), PRESETS["w64split"]),
+    (Problem.parse("4_8_4096_256", causal=True, deterministic=True), PRESETS["w64bulk"]),
+    (
+        Problem.parse("4_8_4096_256", dtype="fp16", causal=True, softcap=True),
+        replace(PRESETS["w64bulk"], lse_delta_k_step=False, v_fragments=0),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"), SPLIT_FEATURED, ids=[problem.kernel_spec for problem, _ in SPLIT_FEATURED]
+)
+def test_split_accumulators_do_not_spill(problem: Problem, config: Config) -> None:
+    assert_fits(problem, config, H200)
+
+
 SMALL_TRANSPOSED = TransposedMmaConfig(
     block_q=32,
     block_kv=128,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from bwdtune.gen.build.jobs import build_one
 from bwdtune.gen.build.toolchain import HostCompiler
 from bwdtune.gen.device import HOST
-from bwdtune.gen.families import FAMILIES, PRESETS, Config, TransposedMmaConfig, WgmmaConfig
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, TransposedMmaConfig, WgmmaConfig, parse_config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
 from bwdtune.gen.space import refusal, valid_configs
@@ -32,6 +32,8 @@ pytestmark = pytest.mark.slow
 
 VERIFIER = Verifier("cpu")
 KINDS = list(itertools.product(("bf16", "fp16"), (64, 128), (True, False)))
+# Where pairs of values are covered, also a head_dim for which accumulators are split.
+KINDS_OF_PAIRS = [*KINDS, ("bf16", 136, True), ("fp16", 136, False)]
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,35 @@ def load(source: Source) -> Kernel:
 def test_presets(dtype: str, head_dim: int, causal: bool, preset: str) -> None:
     problem = problem_of(dtype, head_dim, causal, group=1 if preset == "v1" else 2)
     record = VERIFIER.verify(problem, load(render(problem, PRESETS[preset])))
+    assert record.passed, record.reason
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize(("dtype", "preset"), [("bf16", "w64split"), ("fp16", "w64bulk")])
+def test_split_accumulators(dtype: str, preset: str, head_dim: int, causal: bool) -> None:
+    """At one size: the host target takes seconds for each."""
+    problem = Problem.parse(f"1_4_2_131x150_{head_dim}", dtype=dtype, causal=causal)
+    record = VERIFIER.verify_at(problem, load(render(problem, PRESETS[preset])))
+    assert record.passed, record.reason
+
+
+SPLIT_FEATURES: tuple[tuple[str, dict[str, object], str], ...] = (
+    ("1_4_2_70x200_136", {"causal": True, "softcap": True}, "w64bulk lse_delta_k_step=0 v_fragments=5"),
+    ("2_2_1_131_136", {"softcap": True, "window_left": 40, "dtype": "fp16"}, "w64split lse_delta_k_step=0"),
+    ("1_4_2_70x200_192", {"causal": True, "deterministic": True}, "w64bulk"),
+    ("1_2_2_190x65_200", {"causal": True, "deterministic": True}, "w64bulk store_first=1"),
+    ("1_2_2_190x65_136", {"window_left": 50, "window_right": 10, "deterministic": True}, "w64bulk resync=1"),
+    ("1_2_2_190x65_192", {"causal": True, "bottom_right": True}, "w64split"),
+    ("2_2_1_131_200", {"causal": True, "varlen": True, "dtype": "fp16"}, "w64split"),
+    ("2_2_1_131_136", {"window_left": 30, "varlen": True, "deterministic": True}, "w64bulk"),
+)
+
+
+@pytest.mark.parametrize(("shape", "features", "config"), SPLIT_FEATURES)
+def test_features_of_split_accumulators(shape: str, features: dict[str, object], config: str) -> None:
+    problem = Problem.parse(shape, **features)  # type: ignore[arg-type]
+    record = VERIFIER.verify_at(problem, load(render(problem, parse_config(config))))
     assert record.passed, record.reason
 
 
@@ -108,14 +139,14 @@ def test_a_small_backward_takes_seconds(tmp_path: Path, monkeypatch: pytest.Monk
 @functools.cache
 def covering_configs() -> tuple[Config, ...]:
     """Few configurations in which every two values that some valid configuration has together occur together."""
-    valid = (valid_configs(problem_of("bf16", head_dim, True), HOST) for head_dim in (64, 128))
+    valid = (valid_configs(problem_of("bf16", head_dim, True), HOST) for head_dim in (64, 128, 136))
     return covering(itertools.chain.from_iterable(valid), together=2)
 
 
 @functools.cache
 def covering_cases() -> dict[Problem, list[Config]]:
     """Those configurations, each for the next kind of problem that it is valid for."""
-    cases: dict[Problem, list[Config]] = {problem_of(*kind): [] for kind in KINDS}
+    cases: dict[Problem, list[Config]] = {problem_of(*kind): [] for kind in KINDS_OF_PAIRS}
     kinds = itertools.cycle(cases)
     for config in covering_configs():
         problem = next(kind for kind in kinds if refusal(kind, config, HOST) is None)
@@ -130,7 +161,7 @@ def test_every_value_of_every_parameter_is_covered() -> None:
             assert found == set(choices), name
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "causal"), KINDS)
+@pytest.mark.parametrize(("dtype", "head_dim", "causal"), KINDS_OF_PAIRS)
 def test_every_pair_of_parameter_values(dtype: str, head_dim: int, causal: bool) -> None:
     """Each kind of problem has some of them: to name them all would take a search through the space at import."""
     problem = problem_of(dtype, head_dim, causal)
@@ -480,6 +511,55 @@ PACKED_WGMMA_MUTATIONS: dict[str, tuple[str, str]] = {
     "the search ends a sequence too early": ("<= tile)", "< tile)"),
 }
 
+SPLIT_ACCUMULATORS_PROBLEM = Problem.parse("1_2_1_131x150_136", causal=True)
+# Each stands for both presets' code, but those of staged dQ.
+SPLIT_ACCUMULATORS_MUTATIONS = {
+    "P is not waited for": ("block.wait_full<1>(P_FULL, tile);", ""),
+    "P is handed over before all lanes have stored it": (
+        "ptx::sync_warp();\n        arrive(P_FULL);",
+        "arrive(P_FULL);",
+    ),
+    "P over what the other consumer still reads": (
+        "issue_scores(s);\n        if constexpr (!FIRST) {\n          block.wait_full<STAGES>(DS_FULL, tile - 1);",
+        "issue_scores(s);\n        if constexpr (!FIRST) {",
+    ),
+    "dS is not shown to wgmma": (
+        "ptx::fence_proxy_async_shared();\n        ptx::sync_warp();\n        arrive(DS_FULL",
+        "ptx::sync_warp();\n        arrive(DS_FULL",
+    ),
+    "dS over what the other consumer still reads": (
+        "init(P_FULL, 1, CONSUMER_WARPS);",
+        "init(P_FULL, 1, WARPGROUP_WARPS);",
+    ),
+    "dO is given back before dV is computed": (
+        "ptx::wgmma_wait<0>();\n        arrive(DO_EMPTY",
+        "arrive(DO_EMPTY",
+    ),
+    "Q is given back before dK is computed": (
+        "ptx::wgmma_wait<0>();\n        arrive(Q_EMPTY",
+        "arrive(Q_EMPTY",
+    ),
+    "dK over what the other consumer still reads": (
+        "ptx::named_barrier_sync(CONSUMERS_BARRIER, CONSUMER_WARPGROUPS * WARPGROUP_THREADS);",
+        "",
+    ),
+    "dV and dK are not shown to the copies": (
+        "ptx::fence_proxy_async_shared();\n    ptx::sync_warp();\n    arrive(DKV_FULL",
+        "ptx::sync_warp();\n    arrive(DKV_FULL",
+    ),
+    "K and V over what copies still read": (
+        "ptx::bulk_wait_read<0>();\n    block.arrive(warpgroup == 0",
+        "block.arrive(warpgroup == 0",
+    ),
+    "both consumers have the same columns of dQ": ("(FIRST_PANEL + panel) * (KEY", "panel * (KEY"),
+    "the last tile's dQ lacks a panel": ("panel < DQ_PANELS", "panel < 1"),
+    "dV where K was": ("COMPUTES_P ? V_OFFSET : K_OFFSET)", "K_OFFSET)"),
+}
+SPLIT_BULK_MUTATIONS = {
+    "dQ's second panel where the first one is": ("start, panel);", "start, first_dq_panel(warpgroup));"),
+    "a panel of dQ is not copied": ("panel < first_dq_panel(warpgroup + 1)", "panel < first_dq_panel(warpgroup) + 1"),
+}
+
 BULK = dataclasses.replace(PRESETS["t64"], dq_bulk_reduce=True)
 BULK_OF_TWO_GROUPS = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, dq_bulk_reduce=True)
 DETERMINISTIC_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, deterministic=True)
@@ -642,6 +722,9 @@ def mutated_sources() -> dict[str, Source]:
     wgmma = {name: mutated(name, *change, PRESETS["w64lag"], WGMMA_PROBLEM) for name, change in WGMMA_MUTATIONS.items()}
     for name, change in PACKED_WGMMA_MUTATIONS.items():
         wgmma[name] = mutated(name, *change, PRESETS["w64lag"], PACKED_PROBLEM)
+    for preset, changes in (("w64split", SPLIT_ACCUMULATORS_MUTATIONS), ("w64bulk", SPLIT_BULK_MUTATIONS)):
+        for name, change in changes.items():
+            wgmma[name] = mutated(name, *change, PRESETS[preset], SPLIT_ACCUMULATORS_PROBLEM)
     dq = {name: mutated(name, *change, config, problem) for name, (config, problem, *change) in DQ_MUTATIONS.items()}
     plain = {name: mutated(name, *change) for name, change in MUTATIONS.items()}
     return plain | transposed | featured | split | wgmma | dq
@@ -652,6 +735,7 @@ PROBLEMS_OF_MUTATIONS = {
     **dict.fromkeys([*FEATURE_MUTATIONS, *TRANSPOSED_FEATURE_MUTATIONS], FEATURED_PROBLEM),
     **dict.fromkeys(WGMMA_MUTATIONS, WGMMA_PROBLEM),
     **dict.fromkeys(PACKED_WGMMA_MUTATIONS, PACKED_PROBLEM),
+    **dict.fromkeys([*SPLIT_ACCUMULATORS_MUTATIONS, *SPLIT_BULK_MUTATIONS], SPLIT_ACCUMULATORS_PROBLEM),
     **{name: problem for name, (_, problem, *_) in DQ_MUTATIONS.items()},
 }
 

@@ -29,7 +29,8 @@ OTHERS = (
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 WINDOW = Problem.parse("8_16_4096_72", window_left=50, window_right=20, bottom_right=True)
-PLAIN = [(SEED, config) for config in (*PRESETS, *OTHERS) if config != "w128"]
+OF_OTHER_HEAD_DIMS = {"w128", "w64split", "w64bulk"}
+PLAIN = [(SEED, config) for config in (*PRESETS, *OTHERS) if config not in OF_OTHER_HEAD_DIMS]
 FEATURED = [
     (Problem.parse("8_16_4096_72"), "mma_q32_kv32_w1_s3_sw64_k0_v0_b1_r1_u0"),
     (Problem.parse("8_16_4096_40", causal=True, bottom_right=True), OTHERS[2]),
@@ -66,6 +67,8 @@ FEATURED = [
     (SEED, "wgmma_q80_f0_l1_v0_r0_m0_c1_h8"),
     (Problem.parse("8_16_4096_64"), "wgmma_q128_f1_l1_v0_r0_m0_c1_h8_d1"),
     (Problem.parse("8_16_4096_64"), "w128"),
+    (Problem.parse("8_16_4096_256", causal=True), "w64split"),
+    (Problem.parse("8_16_4096_192", causal=True, deterministic=True), "w64bulk"),
     (Problem.parse("8_16_4096_96", causal=True, deterministic=True), "wgmma_q64_f1_l1_v3_r0_m0_c1_h8_s1"),
     (Problem.parse("8_16_4096_128", causal=True, varlen=True), "w64lag"),
     (Problem.parse("8_16_4096_96", causal=True, varlen=True, deterministic=True), "w64first"),

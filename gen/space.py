@@ -41,8 +41,7 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
         )
     if config.divides_registers:
         return None  # one block, and the family itself says what each of its warpgroups has
-    blocks = config.min_blocks_per_sm
-    registers = device.registers_per_thread(threads=config.threads, blocks=blocks)
+    blocks, registers = config.min_blocks_per_sm, config.register_limit(device)
     if needs.registers > registers:
         return (
             f"about {needs.registers} registers a thread: {blocks} block{'s' if blocks > 1 else ''} of "

@@ -71,6 +71,7 @@ class Parameter:
         """The value that a number in an id or on the command line stands for; it need not be one of the choices."""
         return bool(number) if self.is_flag and number in (0, 1) else number
 
+
 def parameter(
     short: str,
     choices: tuple[Value, ...],
@@ -276,6 +277,10 @@ class Config(ABC):
     @abstractmethod
     def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
         """What the family's templates see for a problem; see `KernelContext` for the arguments."""
+
+    def register_limit(self, device: Device) -> int:
+        """Registers that a thread can have, if as many blocks are to fit on an SM as are asked for."""
+        return device.registers_per_thread(threads=self.threads, blocks=self.min_blocks_per_sm)
 
     def estimate(self, problem: Problem) -> Estimate:
         """What a block needs. Whether the problem divides as configured is not checked here but by `refusal`."""

@@ -236,6 +236,10 @@ class WgmmaConfig(Config):
             return f"about {needed} registers a thread: two computing warpgroups have {self.consumer_registers}"
         return None
 
+    def register_limit(self, device: Device) -> int:
+        """Of a consumer thread."""
+        return self.consumer_registers
+
     @property
     def sums_stages(self) -> int:
         """Stages of fp32 sums on their way to be converted, as many as there is room for."""

@@ -36,6 +36,7 @@ from .result import Counts, SearchResult, kinds_of_refusal
 from .rows import Row
 from .search_store import VariantStore
 from .trials import Trial
+from .worth import Worth
 
 if TYPE_CHECKING:
     from ...db.store import Store
@@ -135,6 +136,7 @@ class CandidateSearch(ABC):
         self.notes: list[str] = []
         self.best: tuple[Config, float] | None = None
         self.expected_gain: float | None = None
+        self._worth = Worth(options.min_gain, LOOK_AHEAD)
         self._refusals = kinds_of_refusal(refused, self.space_device)
         self._trials: list[Trial] = []
         self._pace = Pace()
@@ -274,6 +276,8 @@ class CandidateSearch(ABC):
                 proposed += 1
             if not waiting:
                 return
+            with self.clock.phase("propose"):
+                proposals.prepare()  # while the compilers are at the first few
             if waiting[0].outcome:
                 # One, and then the next proposal: how many are decided by now depends on the compilers.
                 _tell(proposals, waiting.popleft())
@@ -434,7 +438,7 @@ class CandidateSearch(ABC):
         """Whether the trials that are left can be expected to gain something."""
         with self.clock.phase("propose"):
             self.expected_gain = proposals.expected_gain(left)
-        if self.expected_gain is None or self.expected_gain >= self.options.min_gain:
+        if self._worth.go_on(self.expected_gain):
             return True
         self.notice(
             f"the {left} trials that are left are expected to gain {self.expected_gain:.2%}, less than "

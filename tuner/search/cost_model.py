@@ -244,11 +244,11 @@ def _resident_blocks(problem: Problem, config: Config, device: Device, resources
     if config.divides_registers:
         return 1
     needs = config.estimate(problem)
-    most = device.registers_per_thread(threads=config.threads, blocks=config.min_blocks_per_sm)
     if resources:
         used = needs.compiled(resources.registers, resources.shared_memory_bytes)
     else:
-        used = needs.compiled(min(math.ceil(needs.registers * _REGISTERS_OVER_ESTIMATE), most), 0)
+        registers = math.ceil(needs.registers * _REGISTERS_OVER_ESTIMATE)
+        used = needs.compiled(min(registers, config.register_limit(device)), 0)
     return max(device.blocks_per_sm(**vars(used)), 1)
 
 

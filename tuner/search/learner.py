@@ -1,46 +1,42 @@
-"""What a search has learned: how far times are from the predicted ones, and which configurations ptxas spills.
+"""What a search has learned: how far times are from the predicted ones, and which configurations do not compile well.
 
 The cost model is the prior. What it does not see (phase effects, what ptxas makes of a kernel) is learned from
-outcomes: a Gaussian process over the parameters for the logarithm of measured over predicted, and a logistic regression
-for refusals. The next candidate is the one with the largest expected improvement, weighted by its chance to pass the
+outcomes: a Gaussian process a family for the logarithm of measured over predicted, and a logistic regression for what
+is refused. The next candidate is the one with the largest expected improvement, weighted by its chance to pass the
 compiler gate (Jones et al. 1998, "Efficient Global Optimization"; Gardner et al. 2014 for the weight).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtr
 
 from ...gen.device import Device
 from ...gen.families import FAMILIES, Config
 from ...gen.problem import Problem
 from .cost_model import predict
-
-if TYPE_CHECKING:
-    from sklearn.gaussian_process import GaussianProcessRegressor
+from .encoding import Indices, Space, one_hot, sizes
+from .refusals import Refusals, features
+from .residual import Residual
 
 Floats = NDArray[np.float64]
 
 POOL = 12_288
 """Configurations that are judged at each step: drawn from a larger space, and joined by neighbours of the best."""
 
-_SHORTLIST = 1_024  # of the pool, by the linear part of the model: the Gaussian process judges these alone
+_SHORTLIST = 512  # of each family's pool, by what is expected: how sure of that the process is, is asked of these alone
+
+_SLOW = 0.02  # so much of how many times (as a logarithm) it takes the fastest's time a slow outcome may be off besides
+
+_GROWN = 1.25  # what takes a while is learned anew when there are so many times the outcomes
 
 _FORESEEN = 60  # trials that the expected gain is computed of: what comes later adds little
 _FUTURES = 256  # that are drawn for it
-_JUDGED_BY = 6  # outcomes, before they say how sure the process may be of itself
-
-# Standard deviations of the logarithm of time. Chosen by `tuner replay` over the recorded sweeps.
-_PARAMETER_EFFECT = 0.05
-_INTERACTION = 0.08
-_FAMILY_OFFSET = 0.10
-_NOISE = 0.012
-_INTERACTION_RANGE = 1.7  # configurations whose parameters differ in 2 x 1.7^2 places have little in common
 
 
 @dataclass(frozen=True)
@@ -57,45 +53,154 @@ class Choice:
     expected_gain: float | None
 
 
-class Learner:
-    """Chooses the next configuration from all that is known. The same outcomes and seed give the same choices.
+class Prospects:
+    """What is known of configurations before anything is measured. Several learners may share it.
 
     Args:
         problem: What is computed.
         configs: The valid configurations.
         device: The card that runs them.
-        seed: Of the draw of the pool.
         emulate: The card whose pace is kept to: see `cost_model.predict`.
+
+    Attributes:
+        space: The configurations.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        configs: Sequence[Config],
-        device: Device,
-        *,
-        seed: int | None = None,
-        emulate: str | None = None,
-    ) -> None:
-        self._problem, self._device, self._emulate = problem, device, emulate
-        self._configs = configs
-        self._features, self._with_resources = _Features(problem), _Features(problem, resources=True)
-        self._prior: dict[int, float] = {}
-        drawn = np.arange(len(configs))
-        if len(configs) > POOL:
-            drawn = np.sort(np.random.default_rng(seed).choice(drawn, POOL, replace=False))
-        self._pool = list(map(int, drawn))
+    def __init__(self, problem: Problem, configs: Sequence[Config], device: Device, *, emulate: str | None = None):
+        self.problem, self.device, self.emulate = problem, device, emulate
+        self.space = Space(configs)
+        self._predicted: dict[int, float] = {}
+        self._compile_features: dict[int, Floats] = {}
 
-    def predicted(self, index: int) -> float:
-        """The logarithm of the cycles that the cost model predicts."""
-        if index not in self._prior:
-            cycles = predict(self._problem, self._configs[index], self._device, emulate=self._emulate).cycles
-            self._prior[index] = math.log(cycles)
-        return self._prior[index]
+    def predicted(self, indices: Sequence[int] | Indices) -> Floats:
+        """Of each the logarithm of the cycles that the cost model predicts."""
+        for index in indices:
+            if index not in self._predicted:
+                config = self.space.configs[index]
+                cycles = predict(self.problem, config, self.device, emulate=self.emulate).cycles
+                self._predicted[index] = math.log(cycles)
+        return np.array([self._predicted[index] for index in indices])
+
+    def compile_features(self, indices: Sequence[int] | Indices) -> Floats:
+        """A row of `refusals.features` for each."""
+        new = [index for index in indices if index not in self._compile_features]
+        if new:
+            rows = features(self.problem, self.device, [self.space.configs[index] for index in new])
+            self._compile_features.update(zip(new, rows, strict=True))
+        return np.array([self._compile_features[index] for index in indices])
+
+    def rows(self, family: str, indices: Sequence[int] | Indices) -> Floats:
+        """Of each of a family's configurations a 1 for its choice of each parameter, else 0."""
+        return one_hot(family, self.space.places[np.asarray(indices, dtype=np.int64)])
+
+
+class _Family:
+    """A family's part of the pool, and what is learned of it."""
+
+    def __init__(self, name: str, prospects: Prospects, pool: Indices) -> None:
+        self.name, self._prospects = name, prospects
+        self.residual = Residual(sizes(name))
+        self.pool = pool
+        self._predicted, self._rows = prospects.predicted(pool), prospects.rows(name, pool)
+        self._compile_features = prospects.compile_features(pool)
+        self._known: dict[int, float] = {}
+        self._learned_of = 0
+        self._surprise = 1.0
+        self._mean = self._predicted
+
+    def extend(self, indices: Indices) -> None:
+        """Takes more configurations into the pool."""
+        new = np.setdiff1d(indices, self.pool)
+        if not len(new):
+            return
+        self.pool = np.concatenate([self.pool, new])
+        self._predicted = np.concatenate([self._predicted, self._prospects.predicted(new)])
+        self._rows = np.concatenate([self._rows, self._prospects.rows(self.name, new)])
+        self._compile_features = np.concatenate([self._compile_features, self._prospects.compile_features(new)])
+        self._mean = self._predicted + self.residual.mean(self._rows)
+
+    def know(self, residuals: Mapping[int, float], slowness: Mapping[int, float]) -> None:
+        """Takes what was measured of the family: of each the residual, and the logarithm of how slow it is."""
+        if residuals == self._known:
+            return
+        self._known = dict(residuals)
+        learn = len(residuals) >= _GROWN * self._learned_of
+        if learn:
+            self._learned_of = len(residuals)
+        self.residual.know(
+            self._prospects.rows(self.name, list(residuals)),
+            np.array(list(residuals.values())),
+            np.array([_SLOW * slowness[index] for index in residuals]),
+            learn=learn,
+        )
+        self._surprise = self.residual.surprise()
+        self._mean = self._predicted + self.residual.mean(self._rows)
+
+    def shortlist(self, untried: NDArray[np.bool_]) -> tuple[Indices, Floats]:
+        """Places in the pool of those untried that are expected to be fastest, and what is expected (log cycles)."""
+        places = np.flatnonzero(untried[self.pool])
+        if len(places) > _SHORTLIST:
+            places = places[np.argpartition(self._mean[places], _SHORTLIST)[:_SHORTLIST]]
+        return places, self._mean[places]
+
+    def chances(self, places: Indices, refusals: Refusals) -> Floats:
+        """Of those at some places of the pool to pass the compiler gate."""
+        return refusals.chances(self._compile_features[places])
+
+    def deviations(self, places: Indices, pending: Sequence[int]) -> Floats:
+        """Of those at some places of the pool, with what is pending."""
+        found = self.residual.deviations(self._rows[places], self._prospects.rows(self.name, pending))
+        return found * self._surprise
+
+    def covariance(self, places: Indices, pending: Sequence[int]) -> Floats:
+        """The same, of each two."""
+        found = self.residual.covariance(self._rows[places], self._prospects.rows(self.name, pending))
+        return found * self._surprise**2
+
+
+class Learner:
+    """Chooses the next configuration from all that is known. The same outcomes and seed give the same choices.
+
+    Args:
+        prospects: What is known before.
+        seed: Of the draw of the pool.
+    """
+
+    def __init__(self, prospects: Prospects, *, seed: int | None = None) -> None:
+        self._prospects = prospects
+        self._seed = seed
+        self._families: list[_Family] = []
+        self._refusals = Refusals()
+        self._passed = self._refused = 0
+        self._shift, self._shifted_of = 0.0, 0
+        self._best = -1
+
+    @property
+    def space(self) -> Space:
+        """The configurations."""
+        return self._prospects.space
+
+    def prepare(self) -> None:
+        """Does what takes a second and needs no outcome. It is done by `choose` where it was not before."""
+        if self._families:
+            return
+        import sklearn.linear_model  # noqa: F401  so that the first refusal need not wait for it
+
+        random = np.random.default_rng(self._seed)
+        members = {name: self.space.members(name) for name in FAMILIES}
+        left = POOL
+        # An equal share each, since small families have few members and are as promising; large ones take what is left.
+        for number, name in enumerate(sorted(members, key=lambda name: len(members[name]))):
+            pool, share = members[name], left // (len(members) - number)
+            if len(pool) > share:
+                pool = np.sort(random.choice(pool, share, replace=False))
+            left -= len(pool)
+            if len(pool):
+                self._families.append(_Family(name, self._prospects, pool))
 
     def choose(
         self,
-        untried: Set[int],
+        untried: NDArray[np.bool_],
         measured: Mapping[int, float],
         refused: Sequence[int],
         pending: Sequence[int],
@@ -104,191 +209,86 @@ class Learner:
         """The configuration to try next.
 
         Args:
-            untried: Indices of what may be chosen; not empty.
+            untried: Of each configuration whether it may be chosen; one at least.
             measured: Costs (ms, cycles or a ratio) by index.
-            refused: What the compiler gate refused.
+            refused: What did not come to a cost, and never will.
             pending: What was proposed and has no outcome yet.
             left: Trials that are left, this one included.
         """
-        pool = np.array([index for index in self._pool if index in untried] or sorted(untried)[:POOL])
-        prior = np.array([self.predicted(index) for index in pool])
-        known = np.array(list(measured), dtype=np.int64)
-        offsets = np.log([measured[index] for index in known]) - [self.predicted(index) for index in known]
-        shift = float(np.median(offsets)) if len(known) else 0.0
-        rows, residuals = self._matrix(known), offsets - shift
-        shortlist = self._shortlist(pool, prior, rows, residuals)
-        mean, deviation, process = self._judge(shortlist, rows, residuals, pending)
-        expected = np.array([self.predicted(index) for index in shortlist]) + shift
-        mean += expected
-        if measured:
-            worth = _expected_improvement(mean, deviation, math.log(min(measured.values())))
-        else:  # nothing to improve on yet: the lowest bound, which spreads what is tried at once
-            worth = np.exp(0.5 * deviation - mean)
-        chances = self._chance_to_compile(shortlist, measured, refused)
-        best_first = np.argsort(-worth * chances, kind="stable")
+        self.prepare()
+        best = self._know(measured)
+        # Another one that passes, of many, says little.
+        if len(refused) != self._refused or len(measured) >= _GROWN * self._passed:
+            self._passed, self._refused = len(measured), len(refused)
+            compiled = self._prospects.compile_features
+            self._refusals.know(compiled(list(measured)), compiled(refused))
+        ahead = {family.name: [index for index in pending if self._is_of(index, family)] for family in self._families}
+        worths, picked = [], []
+        for family in self._families:
+            places, mean = family.shortlist(untried)
+            deviations = family.deviations(places, ahead[family.name])
+            chances = family.chances(places, self._refusals)
+            # Nothing to improve on yet: the lowest bound, which spreads what is tried at once.
+            worth = np.exp(0.5 * deviations - mean) if best is None else _expected_improvement(mean, deviations, best)
+            worths.append(worth * chances)
+            picked += [(family, place, one, chance) for place, one, chance in zip(places, mean, chances, strict=True)]
+        if not picked:  # the pool is used up
+            return Choice(int(untried.argmax()), None)
+        worth = np.concatenate(worths)
+        best_first = np.argsort(-worth, kind="stable")
+        family, place, *_ = picked[best_first[0]]
         gain = None
-        if measured:
-            likeliest = best_first[: min(left, _FORESEEN)]
-            mean, covariance = process.predict(self._matrix(shortlist[likeliest]), return_cov=True)
-            mean += expected[likeliest] - math.log(min(measured.values()))
-            gain = _expected_gain(mean, covariance * _surprise(process) ** 2, chances[likeliest])
-        return Choice(int(shortlist[best_first[0]]), gain)
+        if best is not None:
+            gain = self._gain([picked[number] for number in best_first[: min(left, _FORESEEN)]], ahead, best)
+        return Choice(int(family.pool[place]), gain)
 
-    def add_neighbours(self, index: int, neighbours: Sequence[int]) -> None:
-        """Has the pool take in what differs from a new best in one parameter."""
-        self._pool = list(dict.fromkeys([*self._pool, *neighbours]))
+    def _know(self, measured: Mapping[int, float]) -> float | None:
+        """Takes outcomes; returns the logarithm of the best's predicted cycles and residual, where there is one."""
+        if not measured:
+            return None
+        indices = list(measured)
+        costs = np.log(list(measured.values()))
+        offsets = costs - self._prospects.predicted(indices)
+        if len(indices) >= _GROWN * self._shifted_of:
+            self._shift, self._shifted_of = float(np.median(offsets)), len(indices)
+        best = int(costs.argmin())
+        residuals = dict(zip(indices, offsets - self._shift, strict=True))
+        slowness = dict(zip(indices, costs - costs[best], strict=True))
+        if indices[best] != self._best:
+            self._best = indices[best]
+            near = np.flatnonzero(self.space.neighbours(self.space.places[self._best]))
+            next(family for family in self._families if self._is_of(self._best, family)).extend(near)
+        for family in self._families:
+            mine = {index: residual for index, residual in residuals.items() if self._is_of(index, family)}
+            family.know(mine, slowness)
+        return float(costs[best] - self._shift)
 
-    def _matrix(self, indices: NDArray[np.int64]) -> Floats:
-        return self._features.matrix([self._configs[index] for index in indices])
+    def _is_of(self, index: int, family: _Family) -> bool:
+        return self.space.configs[index].family == family.name
 
-    def _shortlist(self, pool: NDArray[np.int64], prior: Floats, rows: Floats, residuals: Floats) -> NDArray[np.int64]:
-        if len(pool) <= _SHORTLIST or not len(rows):
-            return pool[np.argsort(prior, kind="stable")[:_SHORTLIST]]
-        from sklearn.linear_model import Ridge
-
-        linear = Ridge(alpha=(_NOISE / _PARAMETER_EFFECT) ** 2, fit_intercept=False).fit(rows, residuals)
-        return pool[np.argsort(prior + linear.predict(self._matrix(pool)), kind="stable")[:_SHORTLIST]]
-
-    def _judge(
+    def _gain(
         self,
-        shortlist: NDArray[np.int64],
-        rows: Floats,
-        residuals: Floats,
-        pending: Sequence[int],
-    ) -> tuple[Floats, Floats, GaussianProcessRegressor]:
-        """Mean and standard deviation of the residual, and the process that knows all but what is pending.
-
-        What is pending counts as if it came out as expected: its mean teaches nothing, but nobody need look there.
-        """
-        from sklearn.gaussian_process import GaussianProcessRegressor
-
-        wanted, ahead = self._matrix(shortlist), self._matrix(np.array(pending, dtype=np.int64))
-        process = GaussianProcessRegressor(_kernel(), alpha=_NOISE**2, optimizer=None)
-        if len(rows):
-            process.fit(rows, residuals)
-        mean, deviation = process.predict(wanted, return_std=True)
-        if len(ahead):
-            believed = np.concatenate([residuals, np.atleast_1d(process.predict(ahead))])
-            fuller = GaussianProcessRegressor(_kernel(), alpha=_NOISE**2, optimizer=None)
-            fuller.fit(np.array([*rows, *ahead]), believed)
-            _, deviation = fuller.predict(wanted, return_std=True)
-        # Of a single row scikit-learn's unfitted process makes a scalar.
-        return np.atleast_1d(mean), np.atleast_1d(deviation * _surprise(process)), process
-
-    def _chance_to_compile(
-        self, shortlist: NDArray[np.int64], measured: Mapping[int, float], refused: Sequence[int]
-    ) -> Floats:
-        lost = [self._configs[index] for index in refused]
-        passed = [self._configs[index] for index in measured]
-        if not lost or not passed:
-            return np.ones(len(shortlist))
-        asked = [self._configs[index] for index in shortlist]
-        return _chances(self._with_resources, passed, lost, asked)
-
-
-def compile_chances(
-    problem: Problem, passed: Sequence[Config], refused: Sequence[Config], asked: Sequence[Config]
-) -> Floats:
-    """The chance of each configuration to pass the compiler gate, learned from those that did and did not.
-
-    Args:
-        problem: What is computed.
-        passed: Configurations that passed; one or more.
-        refused: Configurations that spilled too much; one or more.
-        asked: Those to judge.
-    """
-    return _chances(_Features(problem, resources=True), passed, refused, asked)
-
-
-def _chances(
-    features: _Features, passed: Sequence[Config], refused: Sequence[Config], asked: Sequence[Config]
-) -> Floats:
-    from sklearn.linear_model import LogisticRegression
-
-    model = LogisticRegression(C=0.3, max_iter=500)
-    model.fit(features.matrix([*passed, *refused]), [1] * len(passed) + [0] * len(refused))
-    found: Floats = model.predict_proba(features.matrix(asked))[:, 1]
-    return found
-
-
-class _Features:
-    """A configuration as numbers: each choice of its family's parameters is a 0 or 1.
-
-    Args:
-        problem: What is computed.
-        resources: Whether estimated registers and shared memory follow.
-    """
-
-    def __init__(self, problem: Problem, *, resources: bool = False) -> None:
-        self._problem, self._resources = problem, resources
-        self._rows: dict[Config, Floats] = {}
-        self._places: dict[tuple[str, str, object], int] = {}
-        for name, family in FAMILIES.items():
-            self._places[name, "", None] = len(self._places)
-            for parameter, values in family.choices.items():
-                for value in values:
-                    self._places[name, parameter, value] = len(self._places)
-
-    def matrix(self, configs: Sequence[Config]) -> Floats:
-        """Their features, a row each."""
-        for config in configs:
-            if config not in self._rows:
-                self._rows[config] = self._row(config)
-        return np.array([self._rows[config] for config in configs])
-
-    def _row(self, config: Config) -> Floats:
-        row = np.zeros(len(self._places) + 2 * self._resources)
-        row[self._places[config.family, "", None]] = _FAMILY_OFFSET / _PARAMETER_EFFECT
-        for name in config.choices:
-            row[self._places[config.family, name, getattr(config, name)]] = 1.0
-        if self._resources:
-            needs = config.estimate(self._problem)
-            row[-2:] = (needs.registers - 200) / 30, (needs.shared_memory_bytes - 100_000) / 50_000
-        return row
-
-
-def _kernel() -> object:
-    """Of the Gaussian process: an effect of each choice, and of their interactions."""
-    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct
-
-    linear = ConstantKernel(_PARAMETER_EFFECT**2) * DotProduct(sigma_0=1e-3)
-    return linear + ConstantKernel(_INTERACTION**2) * RBF(_INTERACTION_RANGE)
-
-
-def _surprise(process: GaussianProcessRegressor) -> float:
-    """By how much the outcomes lie further from what the others let expect than the process says: 1 or more.
-
-    Where the cost model and its residual have little to do with the times, the process must not be sure of itself.
-    What the others let expect has a closed form (Rasmussen and Williams 2006, "Gaussian Processes for Machine
-    Learning", 5.4.2).
-    """
-    from scipy.linalg import cho_solve
-
-    if not hasattr(process, "L_") or len(process.L_) < _JUDGED_BY:
-        return 1.0
-    precision = np.diag(cho_solve((process.L_, True), np.eye(len(process.L_))))
-    errors = np.ravel(process.alpha_) / np.sqrt(precision)
-    return max(1.0, float(np.sqrt(np.mean(errors**2))))
-
-
-def _expected_gain(mean: Floats, covariance: Floats, chances: Floats) -> float:
-    """How much less than the incumbent the best of some configurations is expected to cost.
-
-    Args:
-        mean: Logarithms of their costs, the incumbent's being 0.
-        covariance: Of them.
-        chances: Of each to pass the compiler gate.
-    """
-    random = np.random.default_rng(0)
-    draws = random.multivariate_normal(mean, covariance, _FUTURES, method="cholesky", check_valid="ignore")
-    draws[random.random(draws.shape) > chances] = 0.0
-    return float(-np.expm1(np.minimum(draws.min(axis=1), 0.0)).mean())
+        likeliest: Sequence[tuple[_Family, int, float, float]],
+        ahead: Mapping[str, Sequence[int]],
+        best: float,
+    ) -> float:
+        """How much less than the best the best of these is expected to cost: of drawn futures the mean."""
+        random = np.random.default_rng(0)
+        lowest = np.zeros(_FUTURES)
+        for family in self._families:
+            mine = [(place, mean, chance) for other, place, mean, chance in likeliest if other is family]
+            if not mine:
+                continue
+            places, means, chances = (np.array(column) for column in zip(*mine, strict=True))
+            covariance = family.covariance(places, ahead[family.name]) + 1e-10 * np.eye(len(places))
+            draws = means - best + random.standard_normal((_FUTURES, len(places))) @ np.linalg.cholesky(covariance).T
+            draws[random.random(draws.shape) > chances] = 0.0
+            lowest = np.minimum(lowest, draws.min(axis=1))
+        return float(-np.expm1(lowest).mean())
 
 
 def _expected_improvement(mean: Floats, deviation: Floats, best: float) -> Floats:
-    from scipy.stats import norm
-
-    deviation = np.maximum(deviation, 1e-6)
     z = (best - mean) / deviation
-    improvement: Floats = deviation * (z * norm.cdf(z) + norm.pdf(z))
+    density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
+    improvement: Floats = deviation * (z * ndtr(z) + density)
     return improvement

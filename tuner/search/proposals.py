@@ -30,6 +30,7 @@ from ...gen.errors import BwdtuneError
 from ...gen.families import FAMILIES, Config, config_from_dict
 from ...gen.render import template_hash
 from ..lab.protocol import Fault
+from .encoding import Space, choices, places_of
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -109,7 +110,7 @@ class Proposals:
         sampler: One of ``options.SAMPLERS``.
         seed: Seeds the sampler; None draws one.
         first: Configurations to be tried before any other (those of them that are valid).
-        learner: Chooses for the sampler ``learned``; of the same configurations.
+        learner: Chooses for the sampler ``learned``, with the same configurations.
     """
 
     def __init__(
@@ -122,14 +123,15 @@ class Proposals:
         learner: Learner | None = None,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._sampler = _ValidSampler(configs, sampler, seed, first, learner)
+        space = learner.space if learner else Space(configs)
+        self._sampler = _ValidSampler(space, sampler, seed, first, learner)
         self._study = optuna.create_study(sampler=self._sampler)
         self._postponed: set[Config] = set()
 
     @property
     def remaining(self) -> int:
         """Valid configurations that were neither proposed nor learnt."""
-        return len(self._sampler.untried)
+        return int(self._sampler.untried.sum())
 
     def learn(self, config: Config, outcome: Outcome) -> bool:
         """Takes an outcome of another search: the sampler learns from it, and the configuration is not proposed.
@@ -139,10 +141,15 @@ class Proposals:
         """
         if config in self._postponed:
             self._postponed.discard(config)
-        elif not self._sampler.take(config):
+            self._sampler.note(config, outcome)
+        elif not self._sampler.take(config, outcome):
             return False
         self._study.add_trial(_finished_trial(_parameters(config), outcome))
         return True
+
+    def prepare(self) -> None:
+        """Does what the first choice would take a second for, and needs no outcome."""
+        self._sampler.prepare()
 
     def expected_gain(self, left: int) -> float | None:
         """How much less than the best so far the best of the next few is expected to cost, relative to it.
@@ -157,13 +164,15 @@ class Proposals:
 
     def next(self) -> Proposal | None:
         """The next configuration, or None when every valid one was proposed."""
-        if not self._sampler.untried:
+        if not self._sampler.untried.any():
             return None
-        trial = self._study.ask(_distributions())
-        return Proposal(trial.number, _config_of(trial.params))
+        # Only TPE reads what earlier trials of this study had: to keep that takes as long as all else of a proposal.
+        trial = self._study.ask(_distributions() if self._sampler.kind == "tpe" else None)
+        return Proposal(trial.number, _config_of(trial.relative_params))
 
     def postpone(self, proposal: Proposal) -> None:
         """Takes a proposal back that another search is at: its outcome is learned when that has it."""
+        self._sampler.drop(proposal.config)
         self._study.tell(proposal.number, state=TrialState.FAIL)  # which samplers pass over
         self._postponed.add(proposal.config)
 
@@ -173,6 +182,8 @@ class Proposals:
         A refused candidate is told as pruned, which TPE takes for a poor one without a number; a failed one as failed,
         which samplers pass over.
         """
+        self._sampler.drop(proposal.config)
+        self._sampler.note(proposal.config, outcome)
         self._study.tell(proposal.number, outcome.cost, state=_STATES[outcome.state])
 
 
@@ -365,26 +376,12 @@ def _finished_trial(
     )
 
 
-@cache
-def _choices() -> dict[str, list[Any]]:
-    """The parameters as Optuna sees them: every choice that a family declares, valid for this problem or not.
-
-    The choices of one problem's valid configurations would be fewer, but a change in what is valid would then clash
-    with the choices that a study has stored.
-    """
-    choices: dict[str, list[Any]] = {"family": list(FAMILIES)}
-    for family in FAMILIES.values():
-        for one in family.parameters.values():
-            choices[one.stored] = list(dict.fromkeys([*choices.get(one.stored, []), *one.choices]))
-    return choices
-
-
 def _parameters(config: Config) -> dict[str, Any]:
     """A configuration as Optuna sees it: what its family does not have is at its first choice.
 
     TPE learns from trials that have every parameter; what never varies within a family tells it nothing there.
     """
-    return _first_choices() | _by_stored_name(config)
+    return _firstchoices() | _by_stored_name(config)
 
 
 def _by_stored_name(config: Config) -> dict[str, Any]:
@@ -393,8 +390,8 @@ def _by_stored_name(config: Config) -> dict[str, Any]:
 
 
 @cache
-def _first_choices() -> dict[str, Any]:
-    return {name: values[0] for name, values in _choices().items()}
+def _firstchoices() -> dict[str, Any]:
+    return {name: values[0] for name, values in choices().items()}
 
 
 def _config_of(parameters: Mapping[str, Any]) -> Config:
@@ -414,7 +411,7 @@ def _names(family: type[Config]) -> set[str]:
 
 @cache
 def _distributions() -> dict[str, BaseDistribution]:
-    return {name: CategoricalDistribution(values) for name, values in _choices().items()}
+    return {name: CategoricalDistribution(values) for name, values in choices().items()}
 
 
 class _ValidSampler(BaseSampler):
@@ -429,29 +426,36 @@ class _ValidSampler(BaseSampler):
     """
 
     def __init__(
-        self, configs: Sequence[Config], kind: str, seed: int | None, first: Sequence[Config], learner: Learner | None
+        self, space: Space, kind: str, seed: int | None, first: Sequence[Config], learner: Learner | None
     ) -> None:
-        self._configs = list(dict.fromkeys(configs))
+        self._space = space
         self._learner = learner
-        self._best = -1
-        self._index = {config: index for index, config in enumerate(self._configs)}
-        self.untried = dict.fromkeys(range(len(self._configs)))  # a set that keeps the configurations' order
-        self._first = [self._index[config] for config in first if config in self._index]
-        self._kind = kind
+        self.untried = np.ones(len(space.configs), dtype=bool)
+        self._first = [space.index[config] for config in first if config in space.index]
+        self._outcomes: dict[int, Outcome] = {}
+        self._pending: dict[int, None] = {}
+        self.kind = kind
         self._random = np.random.default_rng(seed)
         self._turns = itertools.count()
         self._chosen: int | None = None  # by the learner, and not proposed yet
         self._tpe = _make_tpe(seed) if kind == "tpe" else None
-        # A byte each: there may be hundreds of thousands of configurations, and each proposal goes over them.
-        self._positions = np.array([_positions(_parameters(config)) for config in self._configs], dtype=np.int8)
 
-    def take(self, config: Config) -> bool:
+    def take(self, config: Config, outcome: Outcome) -> bool:
         """Counts a configuration as tried; returns whether it was valid and untried."""
-        index = self._index.get(config, -1)
-        if index not in self.untried:
+        index = self._space.index.get(config)
+        if index is None or not self.untried[index]:
             return False
-        del self.untried[index]
+        self.untried[index] = False
+        self._outcomes[index] = outcome
         return True
+
+    def drop(self, config: Config) -> None:
+        """Waits for the outcome of a proposal no longer."""
+        del self._pending[self._space.index[config]]
+
+    def note(self, config: Config, outcome: Outcome) -> None:
+        """Takes note of what became of a configuration that was proposed."""
+        self._outcomes[self._space.index[config]] = outcome
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return _distributions()
@@ -460,35 +464,41 @@ class _ValidSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         index = self._choose(study, trial, search_space)
-        del self.untried[index]
-        return _parameters(self._configs[index])
+        self.untried[index] = False
+        self._pending[index] = None
+        return _parameters(self._space.configs[index])
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         raise NotImplementedError("every parameter is part of the relative search space")
 
+    def prepare(self) -> None:
+        """See `Proposals.prepare`."""
+        if self._learner:
+            self._learner.prepare()
+
     def expected_gain(self, study: optuna.Study, left: int) -> float | None:
         """See `Proposals.expected_gain`."""
-        if not self._learner or not self.untried or self._next_first() is not None:
+        if not self._learner or not self.untried.any() or self._next_first() is not None:
             return None
-        choice = self._learned(study, self._learner, left)
+        choice = self._learned(self._learner, left)
         self._chosen = choice.index
         return choice.expected_gain
 
     def _next_first(self) -> int | None:
-        return next((index for index in self._first if index in self.untried), None)
+        return next((index for index in self._first if self.untried[index]), None)
 
     def _choose(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> int:
         first = self._next_first()
         if first is not None:
             return first
-        if self._kind == "exhaustive":
-            return next(iter(self.untried))
+        if self.kind == "exhaustive":
+            return int(self.untried.argmax())
         if self._learner:
             chosen, self._chosen = self._chosen, None
-            return self._learned(study, self._learner).index if chosen is None else chosen
-        untried = np.fromiter(self.untried, dtype=np.int64)
+            return self._learned(self._learner).index if chosen is None else chosen
+        untried = np.flatnonzero(self.untried)
         if self._tpe is None:
             return int(self._random.choice(untried))
         neighbours = self._neighbours_of_a_best(study, untried)
@@ -498,43 +508,22 @@ class _ValidSampler(BaseSampler):
         proposed = self._tpe.sample_relative(study, trial, plural)
         if not proposed:  # too few results for TPE to learn from
             return int(self._random.choice(untried))
-        single = {name: values[0] for name, values in _choices().items() if name not in plural}
+        single = {name: values[0] for name, values in choices().items() if name not in plural}
         values = {**single, **proposed}
         names = _names(FAMILIES[values["family"]])
-        counted = np.array([name in names for name in _choices()])
-        steps = np.abs(self._positions[untried] - np.array(_positions(values), dtype=np.int8))
+        counted = np.array([name in names for name in choices()])
+        steps = np.abs(self._space.places[untried] - np.array(places_of(values), dtype=np.int8))
         distances = steps[:, counted].sum(axis=1, dtype=np.int64)
         # Another family is further away than anything within the family.
-        families_between = steps[:, list(_choices()).index("family")].astype(np.int64)
+        families_between = steps[:, 0].astype(np.int64)
         distances += families_between * steps.max() * len(counted)
         return int(self._random.choice(untried[distances == distances.min()]))
 
-    def _learned(self, study: optuna.Study, learner: Learner, left: int = 1) -> Choice:
-        """The learner's choice after all that the study says. Whatever is open has no outcome yet."""
-        measured: dict[int, float] = {}
-        refused, pending = [], []
-        for trial in study.get_trials(deepcopy=False):
-            index = self._index.get(_config_of(trial.params)) if trial.params else None
-            if index is None:  # the trial that is asked for has no parameters yet
-                continue
-            if trial.state is TrialState.COMPLETE and trial.value is not None:
-                measured[index] = trial.value
-            elif trial.state is TrialState.PRUNED:
-                refused.append(index)
-            elif not trial.state.is_finished():
-                pending.append(index)
-        best = min(measured, key=measured.__getitem__, default=-1)
-        if best not in (self._best, -1):
-            self._best = best
-            learner.add_neighbours(best, list(map(int, np.flatnonzero(self._differ_in_one(self._positions[best])))))
-        return learner.choose(self.untried.keys(), measured, refused, pending, left)
-
-    def _differ_in_one(self, positions: np.ndarray) -> np.ndarray:
-        """Of each configuration whether it differs from these positions in one parameter, within the family."""
-        differs = self._positions != positions
-        same_family = ~differs[:, list(_choices()).index("family")]
-        found: np.ndarray = same_family & (differs.sum(axis=1) == 1)
-        return found
+    def _learned(self, learner: Learner, left: int = 1) -> Choice:
+        """The learner's choice after all that is known. What fails for good is as little use as what is refused."""
+        measured = {index: one.cost for index, one in self._outcomes.items() if one.cost is not None}
+        lost = [index for index, one in self._outcomes.items() if one.state in ("refused", "failed") and one.lasting]
+        return learner.choose(self.untried, measured, lost, list(self._pending), left)
 
     def _neighbours_of_a_best(self, study: optuna.Study, untried: np.ndarray) -> np.ndarray:
         """At every second call, what differs in one parameter from the best of a group; else nothing."""
@@ -549,7 +538,7 @@ class _ValidSampler(BaseSampler):
         if not bests:
             return untried[:0]
         _, best = bests[sorted(bests)[turn // 2 % len(bests)]]
-        return untried[self._differ_in_one(np.array(_positions(best.params)))[untried]]
+        return untried[self._space.neighbours(np.array(places_of(best.params)))[untried]]
 
 
 def _make_tpe(seed: int | None) -> TPESampler:
@@ -557,13 +546,3 @@ def _make_tpe(seed: int | None) -> TPESampler:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # Optuna 4's, of both arguments
         return TPESampler(seed=seed, multivariate=True, constant_liar=True)
-
-
-def _positions(values: Mapping[str, Any]) -> list[int]:
-    """Each parameter's place among its choices."""
-    return [places[values[name]] for name, places in _places().items()]
-
-
-@cache
-def _places() -> dict[str, dict[Any, int]]:
-    return {name: {value: place for place, value in enumerate(choices)} for name, choices in _choices().items()}

@@ -10,16 +10,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...gen.errors import UsageError
 from ...gen.families import Config
 from .candidates import LOOK_AHEAD
 from .cost_model import predict
-from .learner import Learner, compile_chances
+from .learner import Learner, Prospects
 from .options import SearchOptions
 from .proposals import Outcome, Proposal, Proposals
 from .race import FINALISTS
+from .refusals import Refusals, features
 from .sweep import Sweep
+from .worth import Worth
 
 WITHIN = 0.01
 """A search that ends so near to the sweep's best has found it, as far as timings tell."""
@@ -119,8 +122,9 @@ def replay(
         raise UsageError("nothing of this sweep was timed")
     configs, best = list(rows), min(costs.values())
     gaps, counts = [], []
-    learner = Learner(sweep.problem, configs, sweep.device) if sampler == "learned" else None
+    prospects = Prospects(sweep.problem, configs, sweep.device)
     for seed in seeds:
+        learner = Learner(prospects, seed=seed) if sampler == "learned" else None
         proposals = Proposals(configs, sampler=sampler, seed=seed, first=first, learner=learner)
         random = np.random.default_rng(seed)
         seen = {config: cost * math.exp(random.normal(0, NOISE)) for config, cost in costs.items()}
@@ -137,7 +141,7 @@ def model_quality(sweep: Sweep) -> ModelQuality:
 
     predicted = np.array([predict(sweep.problem, row.config, sweep.device).cycles for row in sweep.timed])
     cost = np.array([row.cost for row in sweep.timed])
-    top = np.argsort(predicted)[: max(len(predicted) // 10, 3)]
+    top = np.argsort(predicted, kind="stable")[: max(len(predicted) // 10, 3)]
     return ModelQuality(
         float(spearmanr(predicted, cost).statistic),
         float(spearmanr(predicted[top], cost[top]).statistic),
@@ -149,11 +153,11 @@ def _decided(proposals: Proposals, costs: dict[Config, float], total: int, min_g
     """The candidates of one search, proposed so far ahead of their outcomes as a real one proposes them."""
     waiting: deque[Proposal] = deque()
     decided: list[Config] = []
+    worth = Worth(min_gain, LOOK_AHEAD)
     left = total
     while True:
         while left and len(waiting) < LOOK_AHEAD:
-            gain = proposals.expected_gain(left)
-            if gain is not None and gain < min_gain:
+            if not worth.go_on(proposals.expected_gain(left)):
                 left = 0
                 break
             proposal = proposals.next()
@@ -173,16 +177,19 @@ def _spill_auc(sweep: Sweep) -> float | None:
     """Each fifth of the rows is judged by what the others taught."""
     from sklearn.metrics import roc_auc_score
 
-    compiled = [row for row in sweep.rows if row.spill_bytes is not None]
-    passed = np.array([row.cost is not None for row in compiled])
-    folds = np.random.default_rng(0).permutation(len(compiled)) % _FOLDS
-    chances = np.zeros(len(compiled))
-    for fold in range(_FOLDS):
-        known = [row for row, of in zip(compiled, folds, strict=True) if of != fold]
-        fine = [row.config for row in known if row.cost is not None]
-        lost = [row.config for row in known if row.cost is None]
-        if not fine or not lost:
-            return None
-        asked = [row.config for row, of in zip(compiled, folds, strict=True) if of == fold]
-        chances[folds == fold] = compile_chances(sweep.problem, fine, lost, asked)
-    return float(roc_auc_score(passed, chances)) if 0 < passed.sum() < len(passed) else None
+    rows = features(sweep.problem, sweep.device, [row.config for row in sweep.rows])
+    passed = np.array([row.cost is not None for row in sweep.rows])
+    if passed.all() or not passed.any():
+        return None
+    chances = np.zeros(len(rows))
+    for asked in _folds(len(rows)):
+        refusals = Refusals()
+        refusals.know(rows[passed & ~asked], rows[~passed & ~asked])
+        chances[asked] = refusals.chances(rows[asked])
+    return float(roc_auc_score(passed, chances))
+
+
+def _folds(count: int) -> list[NDArray[np.bool_]]:
+    """Masks that divide so many into equal parts."""
+    parts = np.random.default_rng(0).permutation(count) % _FOLDS
+    return [parts == part for part in range(_FOLDS)]

@@ -26,7 +26,7 @@ from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import SEARCH_POLICY, Cycles, Timing, Timings
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
 from .claims import Claims
-from .learner import Learner
+from .learner import Learner, Prospects
 from .options import SearchOptions
 from .progress import Progress
 from .proposals import Outcome, Proposals, StudyLog, conditions
@@ -152,7 +152,8 @@ class Tuning(CandidateSearch):
     def _proposals(self, first: Sequence[Config]) -> Proposals:
         options, learner = self.options, None
         if options.sampler == "learned":
-            learner = Learner(self.problem, self.configs, self.device, seed=self.seed, emulate=options.emulate)
+            prospects = Prospects(self.problem, self.configs, self.device, emulate=options.emulate)
+            learner = Learner(prospects, seed=self.seed)
         return Proposals(self.configs, sampler=options.sampler, seed=self.seed, first=first, learner=learner)
 
     def _head_starts(self) -> list[Config]:

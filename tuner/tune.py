@@ -20,7 +20,8 @@ from ..gen.paths import writable_cache_dir
 from ..gen.problem import Problem
 from ..gen.space import valid_configs
 from ..runtime.gpu import NoGpuError, current_device, environment, gpu_uuid, power_limit_w
-from .lab.laboratory import laboratory, selected_gpus, workers_of
+from .lab.cluster import cluster
+from .lab.laboratory import ALL_GPUS, laboratory, selected_gpus, workers_of
 from .lab.protocol import Bench
 from .lab.timing import TimingStyle
 from .search.options import DEFAULT_TRIALS, SearchOptions
@@ -45,6 +46,7 @@ def tune(
     without_head_start: bool = False,
     min_gain: float = SearchOptions.min_gain,
     gpus: str | None = None,
+    ray: str | None = None,
     arch: str | None = None,
     database: str | Path | None = None,
     cache: Path | None = None,
@@ -70,6 +72,8 @@ def tune(
         min_gain: End when the trials that are left are expected to gain less (0.001: 0.1 %); 0 tries them all.
         gpus: Measure on several GPUs at once: ``all`` of this machine, or their numbers, such as ``0,1,3``; None for
             the first alone.
+        ray: Measure on all free GPUs of a Ray cluster, and compile on all its nodes: its address, as `ray.init` takes
+            it, such as ``auto`` or ``HOST:6379``.
         arch: The compile target; None for the GPU's.
         database: Where results go: a path or an SQLAlchemy URL; None for the usual place.
         cache: Where compiled kernels are kept; None for the usual place.
@@ -99,7 +103,14 @@ def tune(
     elif described:
         raise UsageError(f"{', '.join(described)}: only a shape is described so, not a Problem")
     return run_search(
-        problem, options, gpus=gpus, arch=arch, database=database, cache=cache, progress=progress or Silent()
+        problem,
+        options,
+        gpus=gpus,
+        ray=ray,
+        arch=arch,
+        database=database,
+        cache=cache,
+        progress=progress or Silent(),
     )
 
 
@@ -108,6 +119,7 @@ def run_search(
     options: SearchOptions,
     *,
     gpus: str | None = None,
+    ray: str | None = None,
     arch: str | None,
     database: str | Path | None,
     cache: Path | None,
@@ -120,6 +132,7 @@ def run_search(
         problem: What is to be computed.
         options: See `SearchOptions`.
         gpus: See `tune`.
+        ray: See `tune`.
         arch: The compile target; None for the GPU's.
         database: A path or a URL; None for the usual place.
         cache: Where builds are kept; None for the usual place.
@@ -130,6 +143,12 @@ def run_search(
         UsageError: The problem, the target or an option is impossible.
         BwdtuneError: The compiler, the cache, the database or the GPU cannot be used at all.
     """
+    if ray is not None:
+        if gpus not in (None, ALL_GPUS):
+            raise UsageError(
+                "--gpus numbers GPUs of this machine, --ray takes all that are free: leave one out"
+            )
+        return _search_on_cluster(problem, options, ray, arch, database, cache, progress, notice)
     gpu, why_not = None, ""
     indices = selected_gpus(gpus, notice) if gpus else []
     try:
@@ -141,9 +160,7 @@ def run_search(
         raise UsageError(f"a search is for a GPU: use --arch {RTX_5090.arch}, and `tuner verify --arch {HOST_ARCH}`")
     if indices and device is not gpu:
         raise UsageError(f"--gpus measures on GPUs of this machine, which are not {device.arch}: leave one of them out")
-    if options.within and EMULATED_CARDS[options.within].arch == device.arch:
-        options = replace(options, limits=None, emulate=None)  # they are its own
-    valid_configs(problem, EMULATED_CARDS[options.within] if options.within else device)
+    options = _fitting(problem, options, device)
     toolkit = find_compiler(device.arch).version
     if options.within:
         find_compiler(EMULATED_CARDS[options.within].arch)
@@ -169,6 +186,58 @@ def run_search(
             environment=where,
             machine=Machine(toolkit, *_cards(indices or [0])) if where else Machine(toolkit),
         )
+
+
+def _search_on_cluster(
+    problem: Problem,
+    options: SearchOptions,
+    address: str,
+    arch: str | None,
+    database: str | Path | None,
+    cache: Path | None,
+    progress: Progress,
+    notice: Callable[[str], None],
+) -> SearchResult:
+    """A search that proposes and learns here, and has all else done by nodes: here no GPU and no compiler is needed.
+
+    Args:
+        address: Of the Ray cluster.
+        problem: As all others, see `run_search`.
+    """
+    writable_cache_dir(cache)
+    with closing(Store.open(database)) as store, cluster(address, notice, cache=cache) as found:
+        first = found.cards[0]
+        if arch not in (None, first.device.arch):
+            raise UsageError(f"--ray measures on the cluster's GPUs, which are not {arch}: leave one of them out")
+        limits_w = [card.power_limit_w for card in found.cards if card.power_limit_w is not None]
+        return search(
+            problem,
+            first.device,
+            store,
+            _fitting(problem, options, first.device),
+            builder=found.builder,
+            progress=progress,
+            benches=found.benches,
+            environment=first.environment,
+            machine=Machine(
+                first.environment.toolkit,
+                ",".join(card.uuid for card in found.cards),
+                min(limits_w, default=None),
+                compilers=found.compilers,
+            ),
+        )
+
+
+def _fitting(problem: Problem, options: SearchOptions, device: Device) -> SearchOptions:
+    """The options as they are on a card: what another card's limits are is nothing there, if they are its own.
+
+    Raises:
+        UsageError: No configuration is valid.
+    """
+    if options.within and EMULATED_CARDS[options.within].arch == device.arch:
+        options = replace(options, limits=None, emulate=None)
+    valid_configs(problem, EMULATED_CARDS[options.within] if options.within else device)
+    return options
 
 
 def _cards(indices: Sequence[int]) -> tuple[str, float | None]:

@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,11 +39,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BuildError",
+    "Built",
     "CompileError",
     "CompiledResources",
     "Variant",
+    "adopt",
     "build",
     "build_one",
+    "build_to_send",
     "find_built",
     "job_limit",
 ]
@@ -209,6 +212,68 @@ def find_built(source: Source, arch: str, *, cache: Path | None = None) -> list[
     usable = [(path.stat().st_mtime, path, record) for path, record in ready if record and record.status == "ok"]
     newest_first = sorted(usable, key=lambda item: item[:2], reverse=True)
     return [_variant(source, arch, path, record, cached=True) for _, path, record in newest_first]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A variant on its way to another machine.
+
+    Attributes:
+        variant: As it is where it was compiled.
+        files: The content of its entry in the cache there, by file name.
+    """
+
+    variant: Variant
+    files: Mapping[str, bytes]
+
+
+def build_to_send(source: Source, arch: str) -> Built:
+    """Compiles a source, or takes it from this machine's cache, for another machine.
+
+    Raises:
+        BwdtuneError: As `build`.
+    """
+    (variant,) = build([source], arch, jobs=1)
+    entry = cache_dir() / "kernels" / variant.key
+    files = {path.name: path.read_bytes() for path in entry.iterdir()} if entry.is_dir() else {}
+    return Built(variant, files)
+
+
+def adopt(built: Built, *, cache: Path | None = None) -> Variant:
+    """Keeps what another machine has compiled, as if that had been here.
+
+    Args:
+        built: What `build_to_send` made there.
+        cache: The cache directory; see `paths.cache_dir`.
+
+    Raises:
+        BuildError: The cache cannot be written.
+        CompileError: It is not whole.
+    """
+    variant, here = built.variant, writable_cache_dir(cache)
+    entry = here / "kernels" / variant.key
+    if not built.files:  # a failure that did not even leave an entry
+        return replace(variant, library=None, log=None)
+    if read_record(entry) is None:
+        with _directory(here / "work") as work:
+            draft = work / "entry"
+            draft.mkdir()
+            for name, content in built.files.items():
+                (draft / Path(name).name).write_bytes(content)
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                entry.rename(work / "replaced")
+            try:
+                draft.rename(entry)
+            except OSError as error:
+                if read_record(entry) is None:  # else another process was quicker
+                    raise BuildError(
+                        f"cannot write to the cache directory {here} ({error.strerror}): {_OTHER_CACHE}"
+                    ) from None
+    record = read_record(entry)
+    if record is None:
+        raise CompileError(f"{variant.source.name} arrived damaged from another machine: try again")
+    return _variant(variant.source, variant.arch, entry, record, cached=False)
 
 
 def _variant(source: Source, arch: str, entry: Path, record: Record, *, cached: bool) -> Variant:

@@ -1,7 +1,8 @@
 """GPU processes without a GPU: real ones that can be killed, whose cards differ in pace, and which keep what they ran.
 
 A card is a file in a folder: ``FOLDER/NAME`` holds its pace, how many times as long as on the first card kernels take.
-``FOLDER/NAME.dies`` has the process die at its next timing, and ``FOLDER/NAME.gone`` the card be no more to be found.
+``FOLDER/NAME.dies`` has the process die at its next timing, ``FOLDER/NAME.holds`` has it wait for ever there, and
+``FOLDER/NAME.gone`` has the card be no more to be found.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def _answer(card: Path, connection: Connection, request: Request) -> Any:
     connection.send(Running(next(iter(libraries), None)))
     with card.with_suffix(".ran").open("a") as ran:
         ran.write("|".join([*libraries, *peers]) + "\n")
+    if (holds := card.with_suffix(".holds")).exists():
+        holds.rename(card.with_suffix(".held"))
+        signal.pause()
     if (dies := card.with_suffix(".dies")).exists():
         dies.rename(card.with_suffix(dies.read_text() or ".died"))
         os.kill(os.getpid(), signal.SIGKILL)

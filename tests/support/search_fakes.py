@@ -33,6 +33,7 @@ from bwdtune.tuner.lab.protocol import CandidateError
 from bwdtune.tuner.lab.timing import Cycles, Policy, Timing, Timings
 from bwdtune.tuner.search.options import SearchOptions
 from bwdtune.tuner.search.progress import Progress, Status
+from bwdtune.tuner.search.provenance import Machine
 from bwdtune.tuner.search.result import SearchResult
 from bwdtune.tuner.search.search import search
 
@@ -231,6 +232,7 @@ def run_search(
     environment: Environment | None = ENVIRONMENT,
     progress: Progress | None = None,
     measured: bool = True,
+    compilers: int | None = None,
     **options,
 ) -> SearchResult:
     """A search with stand-ins; ``options`` are those of `SearchOptions`.
@@ -254,6 +256,7 @@ def run_search(
             progress=progress or Told(),
             benches=benches or ({"GPU 0": bench} if bench else {}),
             environment=environment if measured else None,
+            machine=Machine(TOOLKIT, compilers=compilers),
         )
 
 

@@ -53,6 +53,12 @@ def command(
         str | None,
         typer.Option("--gpus", help="Measure on several GPUs at once: all of this machine, or numbers, such as 0,1,3."),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray", metavar="ADDRESS", help="Measure and compile on the nodes of a Ray cluster: auto, HOST:6379."
+        ),
+    ] = None,
     arch: ArchOption = None,
     database: DatabaseOption = None,
     cache: CacheOption = None,
@@ -83,6 +89,7 @@ def command(
         problem,
         options,
         gpus=gpus,
+        ray=ray,
         arch=arch,
         database=database,
         cache=cache,

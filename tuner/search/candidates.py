@@ -159,7 +159,7 @@ class CandidateSearch(ABC):
     def run(self) -> SearchResult:
         """Does the search, and puts everything away. See `search.search`."""
         # Of more threads than candidates are compiled ahead, some would never have anything to do.
-        threads = min(job_limit(os.environ), self._look_ahead)
+        threads = min(self._machine.compilers or job_limit(os.environ), self._look_ahead)
         self._compilers: Compilers[Candidate, Compiled] = Compilers(self.compile, threads, self._results)
         self.pool = Pool(self._benches, self._results)
         with self._interrupts, self._progress:

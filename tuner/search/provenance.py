@@ -21,12 +21,14 @@ class Machine:
         gpu_uuid: Which card measures, where one does; of several, between commas.
         power_limit_w: What it may draw at most, where that is known; of several the least.
         host: The machine's name.
+        compilers: Compiles at once; None for as many as this machine takes.
     """
 
     toolkit: str = ""
     gpu_uuid: str | None = None
     power_limit_w: float | None = None
     host: str = field(default_factory=platform.node)
+    compilers: int | None = None
 
 
 def search_record(

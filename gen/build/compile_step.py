@@ -37,7 +37,8 @@ _ANNOUNCED_WAIT_S = 3.0  # a wait for another process that is longer than this i
 _POLL_S = 0.05
 _LONGEST_LINE = 200
 _LITTLE_SPACE_BYTES = 1 << 20
-_ELF_MAGIC, _ELF_SHARED = b"\x7fELF\x02\x01", 3  # 64 bits, little-endian; ET_DYN
+_ELF_MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
+_ELF_OBJECT, _ELF_SHARED = 1, 3  # ET_REL, ET_DYN
 _ELF_HEADER = struct.Struct("<6s10xH22xQ10xHH2x")  # e_ident, e_type, e_shoff, e_shentsize, e_shnum
 
 
@@ -259,15 +260,14 @@ def _sha256(path: Path) -> str:
 
 
 def _is_whole_library(path: Path) -> bool:
-    """Whether a file is a shared object with all its sections: of a compiler that is cut off a part may be left."""
+    """Whether a library, or an object, has all its sections: of a compiler that is cut off a part may be left."""
     with path.open("rb") as file:
         header = file.read(_ELF_HEADER.size)
         if len(header) < _ELF_HEADER.size:
             return False
         magic, kind, sections_offset, section_bytes, sections = _ELF_HEADER.unpack(header)
-        return magic == _ELF_MAGIC and kind == _ELF_SHARED and sections_offset + section_bytes * sections <= (
-            file.seek(0, os.SEEK_END)
-        )
+        known = magic == _ELF_MAGIC and kind in (_ELF_OBJECT, _ELF_SHARED)
+        return known and sections_offset + section_bytes * sections <= file.seek(0, os.SEEK_END)
 
 
 class _Build:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from ..paths import CACHE_VARIABLE, cache_dir, writable_cache_dir
 from . import compile_step
 from .compile_step import CompiledResources, Job, Record, decides, read_record
 from .limits import job_limit
-from .toolchain import Compiler, Toolchain, ToolchainError, find_compiler
+from .toolchain import Compiler, HostCompiler, ToolchainError, find_compiler
 
 if TYPE_CHECKING:
     from ..render import Source
@@ -55,6 +55,7 @@ DEFAULT_TIMEOUT_S = 120.0
 MAIN_KERNEL = "backward_kernel"
 _ABANDONED_AFTER_S = 24 * 3600.0
 _STOP_TIMEOUT_S = 10.0
+_RUNTIME = "runtime.o"  # of all libraries of the target host
 _OUTPUT_FILE = "build.log"  # of ninja, or of a compile step that does not even begin
 _OTHER_CACHE = f"choose another with --cache or {CACHE_VARIABLE}, or have its owner share it"
 _log = logging.getLogger(__name__)
@@ -197,9 +198,12 @@ def build_one(source: Source, arch: str, *, cache: Path | None = None, timeout_s
 
 
 def _key(source: Source, arch: str, compiler: Compiler) -> str:
-    parts = [source.text, *compiler.flags(arch), arch, compiler.version, compiler.fingerprint]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return f"{source.hash}-{arch}-{digest[:16]}"
+    digest = _digest(source.text, *compiler.flags(arch), arch, compiler.version, compiler.fingerprint)
+    return f"{source.hash}-{arch}-{digest}"
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def find_built(source: Source, arch: str, *, cache: Path | None = None) -> list[Variant]:
@@ -307,49 +311,91 @@ def _build_missing(
     _remove_abandoned(cache / "work")
     with _directory(cache / "work") as work, _directory(None) as scratch:
 
-        def job(index: int, key: str, source: Source, attempt: int) -> Job:
-            directory = work / f"{index}.{attempt}"
-            directory.mkdir()
-            name = f"{source.name}.cu"
-            (directory / name).write_text(source.text, encoding="utf-8")
-            library = f"{source.name}.so"
+        def job(index: int, key: str, directory: Path, command: list[str], result: str) -> Job:
             return Job(
                 index=index,
                 directory=str(directory),
                 entry=str(cache / "kernels" / key),
                 lock=str(cache / "locks" / f"{key}.lock"),
-                command=_command(compiler, arch, name, library, scratch),
-                library=library,
+                command=command,
+                library=result,
                 scratch=str(scratch),
                 timeout_s=timeout_s,
                 toolchain=compiler.version,
             )
 
-        pending = dict(enumerate(missing.items()))
-        for attempt in (1, 2):
-            try:
-                batch = [job(index, key, source, attempt) for index, (key, source) in pending.items()]
-            except OSError as error:
-                raise BuildError(
-                    f"cannot write to the cache directory {cache} ({error.strerror}): {_OTHER_CACHE}"
-                ) from None
-            # What was killed, or never reported, may have been too much for the memory beside others: again, alone.
-            with contextlib.closing(_run(batch, work, jobs if attempt == 1 else 1)) as reports:
-                for index, record in reports:
-                    if not (record.killed and attempt == 1):
-                        key, source = pending.pop(index)
-                        yield _variant(source, arch, cache / "kernels" / key, record, cached=False)
-            if not pending:
+        def kernel_job(index: int, attempt: int) -> Job:
+            key, source = kernels[index]
+            directory = work / f"{index}.{attempt}"
+            directory.mkdir()
+            name, library = f"{source.name}.cu", f"{source.name}.so"
+            (directory / name).write_text(source.text, encoding="utf-8")
+            return job(index, key, directory, _command(compiler, arch, name, library, scratch, runtime), library)
+
+        kernels, runtime = list(missing.items()), None
+        if isinstance(compiler, HostCompiler):
+            runtime, failure = _runtime(compiler, cache, job, work, timeout_s)
+            if failure:
+                for key, source in kernels:
+                    yield replace(_variant(source, arch, runtime.parent, failure, cached=False), key=key)
                 return
-        for key, source in pending.values():
-            reason = "the compile was killed twice, the second time with no other beside it: is memory short?"
-            record = Record("failed", reason, False, True, "", "", timeout_s, 0.0, compiler.version)
+        for index, record in _run_twice(range(len(kernels)), kernel_job, work, jobs):
+            key, source = kernels[index]
             yield _variant(source, arch, cache / "kernels" / key, record, cached=False)
 
 
-def _command(compiler: Compiler, arch: str, source: str, library: str, scratch: Path) -> list[str]:
+def _runtime(
+    compiler: HostCompiler, cache: Path, job: Callable[..., Job], work: Path, timeout_s: float
+) -> tuple[Path, Record | None]:
+    """What all libraries of the target ``host`` are linked with, made once a cache; and how that failed, if it did."""
+    key = f"runtime-{_digest(compiler.version, compiler.fingerprint)}"
+    record = read_record(cache / "kernels" / key)
+    if record is None or not decides(record, timeout_s):
+
+        def runtime_job(index: int, attempt: int) -> Job:
+            directory = work / f"runtime.{attempt}"
+            directory.mkdir()
+            return job(index, key, directory, compiler.runtime_command(_RUNTIME), _RUNTIME)
+
+        ((_, record),) = _run_twice([0], runtime_job, work, 1)
+    return cache / "kernels" / key / _RUNTIME, record if record.status != "ok" else None
+
+
+def _run_twice(
+    indices: Iterable[int], job: Callable[[int, int], Job], work: Path, jobs: int
+) -> Generator[tuple[int, Record], None, None]:
+    """Runs jobs, made by index and attempt. What was killed, or never reported, runs again, alone.
+
+    It may have been too much for the memory beside others.
+    """
+    pending = list(indices)
+    for attempt in (1, 2):
+        try:
+            batch = [job(index, attempt) for index in pending]
+        except OSError as error:
+            cache = work.parent.parent
+            raise BuildError(
+                f"cannot write to the cache directory {cache} ({error.strerror}): {_OTHER_CACHE}"
+            ) from None
+        with contextlib.closing(_run(batch, work, jobs if attempt == 1 else 1)) as reports:
+            for index, record in reports:
+                if not (record.killed and attempt == 1):
+                    pending.remove(index)
+                    yield index, record
+        if not pending:
+            return
+    for one in batch:
+        reason = "the compile was killed twice, the second time with no other beside it: is memory short?"
+        yield one.index, Record("failed", reason, False, True, "", "", one.timeout_s, 0.0, one.toolchain)
+
+
+def _command(
+    compiler: Compiler, arch: str, source: str, library: str, scratch: Path, runtime: Path | None
+) -> list[str]:
     """The compiler's command line, to be run in the directory of the source."""
-    if not isinstance(compiler, Toolchain) or _plain(compiler.nvcc):
+    if isinstance(compiler, HostCompiler):
+        return compiler.command(arch, source, library, runtime=runtime)
+    if _plain(compiler.nvcc):
         return compiler.command(arch, source, library)
     # nvcc pastes the path that it was called by into shell commands: where that breaks them, it is called by a link.
     link = scratch / "toolkit"

@@ -29,6 +29,7 @@ INSTALL_HINT = (
 )
 
 _HOST_HEADERS = Path(__file__).resolve().parents[2] / "templates" / "host"
+_RUNTIME_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread")
 _QUERY_TIMEOUT_S = 60
 _log = logging.getLogger(__name__)
 
@@ -114,8 +115,8 @@ class HostCompiler:
 
     @property
     def fingerprint(self) -> str:
-        """The contents of the headers that stand in for CUDA's: the source names them but does not hold them."""
-        digest = hashlib.sha256()
+        """The contents of the headers that stand in for CUDA's, which the source names but does not hold."""
+        digest = hashlib.sha256("\0".join(_RUNTIME_FLAGS).encode())
         for path in sorted(_HOST_HEADERS.rglob("*")):
             if path.is_file():
                 digest.update(f"{path.relative_to(_HOST_HEADERS)}\0".encode() + path.read_bytes() + b"\0")
@@ -123,11 +124,24 @@ class HostCompiler:
 
     def flags(self, arch: str) -> tuple[str, ...]:
         """The options that decide the result."""
-        return ("-std=c++20", "-O2", "-DBWDTUNE_HOST", "-shared", "-fPIC", "-pthread")
+        return ("-std=c++20", "-O1", "-DBWDTUNE_HOST", "-shared", "-fPIC", "-pthread")
 
-    def command(self, arch: str, source: str, library: str) -> list[str]:
-        """The command line; see `Toolchain.command`."""
-        return [*self.program, *self.flags(arch), "-I", str(_HOST_HEADERS), "-x", "c++", source, "-o", library]
+    def command(self, arch: str, source: str, library: str, *, runtime: Path | None = None) -> list[str]:
+        """The command line; see `Toolchain.command`.
+
+        Args:
+            arch: The target.
+            source: File name.
+            library: File name of the result.
+            runtime: What `runtime_command` made, to be linked; without it, that is compiled once more.
+        """
+        linked = ["-DBWDTUNE_HOST_LINKED", "-x", "none", str(runtime)] if runtime else []
+        inputs = [*linked[:1], "-x", "c++", source, *linked[1:]]
+        return [*self.program, *self.flags(arch), "-I", str(_HOST_HEADERS), *inputs, "-o", library]
+
+    def runtime_command(self, result: str) -> list[str]:
+        """The command line that compiles what is the same in all libraries: what the instructions do on a CPU."""
+        return [*self.program, *_RUNTIME_FLAGS, "-c", str(_HOST_HEADERS / "runtime.cpp"), "-o", result]
 
 
 Compiler = Toolchain | HostCompiler

@@ -7,15 +7,13 @@
 // barrier has handed on to it.
 #pragma once
 
-#include "cuda_host.hpp"
+#include "driver.hpp"
 #include "fiber.hpp"
 
 namespace bwdtune_host __attribute__((visibility("hidden"))) {
 
 constexpr uint32_t WARP_SIZE = 32, MAX_WARPS = 32, MAX_MBARRIERS = 64, NAMED_BARRIERS = 16;
 constexpr uint32_t ALL_LANES = 0xffffffffu;
-// Where dynamic shared memory begins: as on a card, address 0 is not part of it.
-constexpr uint32_t SHARED_BASE = 1024;
 constexpr int32_t MAX_TRANSACTION_BYTES = (1 << 20) - 1;
 
 // ---- memory that kernels may touch, told by whoever owns it ----
@@ -148,14 +146,20 @@ struct NamedBarrier {
 
 constexpr uint32_t MAX_WGMMA_OPERATIONS = 64, MAX_BULK_OPERATIONS = 64;
 
+// A state of shared memory and of what is known of reads by one thread: no write and none of its barriers lies between equal ones.
+struct Moment {
+  uint64_t writes;
+  uint32_t clock;
+};
+
 // A warp's share of a wgmma: 16 rows.
 struct WgmmaOperation {
   void (*execute)(Warp&, const WgmmaOperation&);
   uint32_t group;
-  int columns, line;
-  bool accumulate;
-  uint64_t a_descriptor, b_descriptor;
-  uint64_t version;  // of what it reads of shared memory
+  int line;
+  ptx::WgmmaOperands operands;  // lane 0's
+  uint64_t version;             // of what it reads of shared memory
+  Moment issued;
   float* accumulators[WARP_SIZE];
   uint32_t a[WARP_SIZE][4];
 };
@@ -178,8 +182,14 @@ struct Word {
   uint32_t clock;
   uint16_t writer;  // a thread, or threads + index of the mbarrier that a copy completes on, or one of the below
   uint16_t line;
+
+  bool operator==(const Word& other) const { return memcmp(this, &other, sizeof *this) == 0; }
 };
 constexpr uint16_t NEVER_WRITTEN = 0xffff, HOLDS_MBARRIER = 0xfffe;
+
+// Four at a time: what every CPU has in one register.
+typedef float Quad __attribute__((vector_size(16), may_alias));
+typedef uint32_t Words __attribute__((vector_size(16), may_alias));
 
 template <class T>
 T* allocate(size_t count) {
@@ -192,8 +202,8 @@ class Block {
       : launch_(launch),
         threads_(launch.threads),
         warps_count_((launch.threads + WARP_SIZE - 1) / WARP_SIZE),
-        participants_(launch.threads + MAX_MBARRIERS),
-        shared_words_((launch.shared_bytes + 3) / 4),
+        participants_((launch.threads + MAX_MBARRIERS + 3) / 4 * 4),
+        shared_words_((launch.shared_bytes + 15) / 16 * 4),
         stacks_(launch.threads),
         fibers_(allocate<Fiber>(threads_)),
         known_(allocate<uint32_t>(static_cast<size_t>(threads_) * participants_)),
@@ -331,9 +341,7 @@ class Block {
   void join_warp(const Warp& warp) {
     Fiber* lanes = warp.lanes;
     for (uint32_t lane = 0; lane < WARP_SIZE; lane++) catch_up(lanes[lane]);
-    for (uint32_t lane = 1; lane < WARP_SIZE; lane++)
-      for (uint32_t i = 0; i < participants_; i++)
-        if (lanes[0].known[i] < lanes[lane].known[i]) lanes[0].known[i] = lanes[lane].known[i];
+    for (uint32_t lane = 1; lane < WARP_SIZE; lane++) join(lanes[0].known, lanes[lane].known);
     for (uint32_t lane = 0; lane < WARP_SIZE; lane++)
       lanes[0].known[lanes[lane].thread] = clocks_[lanes[lane].thread]++;
     for (uint32_t lane = 1; lane < WARP_SIZE; lane++)
@@ -446,29 +454,13 @@ class Block {
   // The bytes at an address, for a read of `bytes` (a multiple of 4) by that thread.
   const uint8_t* read_shared(const Fiber& fiber, uint32_t address, uint32_t bytes, const char* what, int line) {
     const uint32_t offset = check_shared(fiber, address, bytes, bytes, what, line);
+    Word readable = {0, NEVER_WRITTEN, 0};
     for (uint32_t i = offset / 4; i < (offset + bytes) / 4; i++) {
-      const Word& word = words_[i];
-      if (word.writer < threads_) {
-        if (!launch_.race_check) continue;
-        if (!knows(fiber, word.writer, word.clock))
-          fault(fiber, cudaErrorLaunchFailure, line,
-                "race: %s reads shared offset %u, which thread %u wrote at line %u with no barrier between", what, 4 * i,
-                word.writer, word.line);
-      } else if (word.writer == NEVER_WRITTEN) {
-        fault(fiber, cudaErrorLaunchFailure, line, "%s reads shared offset %u, which was never written", what, 4 * i);
-      } else if (word.writer == HOLDS_MBARRIER) {
-        fault(fiber, cudaErrorLaunchFailure, line, "%s reads shared offset %u, which holds an mbarrier", what, 4 * i);
-      } else if (!knows(fiber, word.writer, word.clock)) {
-        fault(fiber, cudaErrorLaunchFailure, line,
-              "%s reads shared offset %u, which a copy of line %u writes: this thread has not waited for its mbarrier at "
-              "offset %u (phase %u)", what, 4 * i, word.line, mbarriers_[word.writer - threads_].address - SHARED_BASE,
-              word.clock - 1);
-      }
-      if (launch_.race_check) {
-        reader_warps_[i] |= 1u << fiber.warp->index;
-        reads_[static_cast<size_t>(i) * warps_count_ + fiber.warp->index] = clocks_[fiber.thread] << 5 | fiber.lane;
-      }
+      if (words_[i] == readable) continue;
+      readable = words_[i];
+      if (!may_read(fiber, readable)) fault_read(fiber, i, what, line);
     }
+    note_reads(fiber, offset / 4, (offset + bytes) / 4);
     return shared_ + offset;
   }
 
@@ -481,13 +473,13 @@ class Block {
                                          static_cast<uint16_t>(line)}
                                   : Word{clocks_[fiber.thread], static_cast<uint16_t>(fiber.thread),
                                          static_cast<uint16_t>(line)};
-    for (uint32_t i = offset / 4; i < (offset + bytes) / 4; i++) {
-      Word& word = words_[i];
-      if (word.writer == HOLDS_MBARRIER)
+    const uint32_t first = offset / 4, end = (offset + bytes) / 4;
+    for (uint32_t i = first; i < end; i++)
+      if (words_[i].writer == HOLDS_MBARRIER)
         fault(fiber, cudaErrorLaunchFailure, line, "%s overwrites the mbarrier at shared offset %u", what, 4 * i);
-      if (launch_.race_check) check_write_race(fiber, i, what, line);
-      word = written;
-    }
+    if (launch_.race_check) check_write_races(fiber, first, end, what, line);
+    for (uint32_t i = first; i < end; i++) words_[i] = written;
+    writes_++;
     return shared_ + offset;
   }
 
@@ -519,26 +511,42 @@ class Block {
 
   // `read_shared` for the asynchronous proxy, on behalf of that thread.
   const uint8_t* read_shared_async(const Fiber& fiber, uint32_t address, uint32_t bytes, const char* what, int line) {
-    const uint8_t* data = read_shared(fiber, address, bytes, what, line);
-    for (uint32_t i = (address - SHARED_BASE) / 4; i < (address - SHARED_BASE + bytes) / 4; i++) {
-      read_version_ = (read_version_ ^ words_[i].clock ^ static_cast<uint64_t>(words_[i].writer) << 32) * 0x100000001b3;
-      if (words_[i].writer < threads_ && !knows_proxy_fence(fiber, words_[i]))
+    constexpr uint64_t PRIME = 0x100000001b3;
+    const uint32_t offset = check_shared(fiber, address, bytes, bytes, what, line);
+    for (uint32_t i = offset / 4; i < (offset + bytes) / 4; i++) {
+      const Word word = words_[i];
+      if (word == operand_word_) {  // one write, of a copy or of a thread, is mostly of several words
+        operands_version_ = (operands_version_ + 1) * PRIME;
+        continue;
+      }
+      if (!may_read(fiber, word)) fault_read(fiber, i, what, line);
+      if (word.writer < threads_ && !knows_proxy_fence(fiber, word))
         fault(fiber, cudaErrorLaunchFailure, line,
               "%s reads shared offset %u, which thread %u wrote at line %u with no proxy fence between", what, 4 * i,
-              words_[i].writer, words_[i].line);
+              word.writer, word.line);
+      operand_word_ = word;
+      operands_version_ = (operands_version_ ^ word.clock ^ static_cast<uint64_t>(word.writer) << 32) * PRIME;
     }
-    return data;
+    note_reads(fiber, offset / 4, (offset + bytes) / 4);
+    return shared_ + offset;
   }
 
-  // Between the two calls, an operation reads its operands: first as it is issued, again as it is done. The version that the
-  // second returns tells whether anything was written in between.
-  void begin_operands() { read_version_ = 0; }
-  uint64_t operands_version() const { return read_version_; }
+  // Between the two calls, an operation reads its operands, on behalf of one thread: first as it is issued, again as it is
+  // done. The version that the second returns tells whether anything was written in between.
+  void begin_operands() {
+    operands_version_ = 0;
+    operand_word_ = {0, NEVER_WRITTEN, 0};
+  }
+  uint64_t operands_version() const { return operands_version_; }
 
-  void check_operands(const Fiber& fiber, uint64_t version, const char* what, int line) {
-    if (version != read_version_)
+  void check_operands(const Fiber& fiber, uint64_t issued, uint64_t done, const char* what, int line) {
+    if (issued != done)
       fault(fiber, cudaErrorLaunchFailure, line, "the operands of %s were written to before it was waited for", what);
   }
+
+  Moment moment(const Fiber& fiber) const { return {writes_, clocks_[fiber.thread]}; }
+  // Bytes whose read has been checked.
+  const uint8_t* shared_at(uint32_t address) const { return shared_ + (address - SHARED_BASE); }
 
   // A new operation of the warp's open group.
   WgmmaOperation& issue_wgmma(Warp& warp, int line) {
@@ -688,15 +696,13 @@ class Block {
             pointer);
     const Buffers& buffers = *launch_.buffers;
     if (!buffers.count) return;
+    const auto within = [&](const Buffer& buffer) {
+      return begin >= buffer.begin && end <= buffer.end && (buffer.writable || !write);
+    };
     // Most accesses hit the buffer of the one before.
-    for (int i = 0; i < buffers.count; i++) {
-      const int candidate = (last_buffer_ + i) % buffers.count;
-      const Buffer& buffer = buffers.entries[candidate];
-      if (begin < buffer.begin || end > buffer.end) continue;
-      if (write && !buffer.writable) continue;
-      last_buffer_ = candidate;
-      return;
-    }
+    if (last_buffer_ < buffers.count && within(buffers.entries[last_buffer_])) return;
+    for (last_buffer_ = 0; last_buffer_ < buffers.count; last_buffer_++)
+      if (within(buffers.entries[last_buffer_])) return;
     fault_global(begin, bytes, write, what, line);
   }
 
@@ -816,8 +822,13 @@ class Block {
            (fiber.known_epoch == epoch_ && fiber.known[participant] >= clock);
   }
 
-  uint32_t known_of(const Fiber& fiber, uint32_t participant) const {
-    return fiber.known_epoch == epoch_ ? fiber.known[participant] : told_to_all_[participant];
+  // Into what is known of each participant, what else is.
+  void join(uint32_t* known, const uint32_t* others) const {
+    for (uint32_t i = 0; i < participants_; i += 4) {
+      Words& ours = *reinterpret_cast<Words*>(known + i);
+      const Words theirs = *reinterpret_cast<const Words*>(others + i);
+      ours = ours < theirs ? theirs : ours;
+    }
   }
 
   // Brings a thread's own record up to the last block barrier.
@@ -829,17 +840,13 @@ class Block {
 
   // Joins what a thread did and knows into `released`.
   void publish(const Fiber& fiber, uint32_t* released) {
-    for (uint32_t i = 0; i < participants_; i++) {
-      const uint32_t known = known_of(fiber, i);
-      if (released[i] < known) released[i] = known;
-    }
+    join(released, fiber.known_epoch == epoch_ ? fiber.known : told_to_all_);
     released[fiber.thread] = clocks_[fiber.thread]++;
   }
 
   void learn(Fiber& fiber, const uint32_t* completed) {
     catch_up(fiber);
-    for (uint32_t i = 0; i < participants_; i++)
-      if (fiber.known[i] < completed[i]) fiber.known[i] = completed[i];
+    join(fiber.known, completed);
   }
 
   // Whether the asynchronous proxy, on behalf of that thread, sees what a thread wrote: it fenced it, and the reader knows.
@@ -870,23 +877,73 @@ class Block {
     return offset;
   }
 
-  // Before a write of word i: all earlier reads and writes of other threads must be known to the writer.
-  void check_write_race(const Fiber& fiber, uint32_t i, const char* what, int line) {
+  // Whether a thread may read what was written there, and when.
+  bool may_read(const Fiber& fiber, const Word& word) const {
+    if (word.writer >= participants_) return false;
+    return (word.writer < threads_ && !launch_.race_check) || knows(fiber, word.writer, word.clock);
+  }
+
+  [[noreturn]] void fault_read(const Fiber& fiber, uint32_t i, const char* what, int line) {
     const Word& word = words_[i];
-    if (word.writer != NEVER_WRITTEN && !knows(fiber, word.writer, word.clock)) {
+    if (word.writer < threads_)
+      fault(fiber, cudaErrorLaunchFailure, line,
+            "race: %s reads shared offset %u, which thread %u wrote at line %u with no barrier between", what, 4 * i,
+            word.writer, word.line);
+    if (word.writer == NEVER_WRITTEN)
+      fault(fiber, cudaErrorLaunchFailure, line, "%s reads shared offset %u, which was never written", what, 4 * i);
+    if (word.writer == HOLDS_MBARRIER)
+      fault(fiber, cudaErrorLaunchFailure, line, "%s reads shared offset %u, which holds an mbarrier", what, 4 * i);
+    fault(fiber, cudaErrorLaunchFailure, line,
+          "%s reads shared offset %u, which a copy of line %u writes: this thread has not waited for its mbarrier at "
+          "offset %u (phase %u)", what, 4 * i, word.line, mbarriers_[word.writer - threads_].address - SHARED_BASE,
+          word.clock - 1);
+  }
+
+  // For the race check: those words are read by that thread now.
+  void note_reads(const Fiber& fiber, uint32_t first, uint32_t end) {
+    if (!launch_.race_check) return;
+    uint32_t* reads = reads_ + fiber.warp->index * shared_words_;
+    const uint32_t read = clocks_[fiber.thread] << 5 | fiber.lane, warp = 1u << fiber.warp->index;
+    uint32_t i = first;
+    for (; i % 4 == 0 && i + 4 <= end; i += 4) {
+      *reinterpret_cast<Words*>(reader_warps_ + i) |= warp;
+      *reinterpret_cast<Words*>(reads + i) = Words{read, read, read, read};
+    }
+    for (; i < end; i++) {
+      reader_warps_[i] |= warp;
+      reads[i] = read;
+    }
+  }
+
+  // Before a write of those words: all earlier reads and writes of other threads must be known to the writer.
+  void check_write_races(const Fiber& fiber, uint32_t first, uint32_t end, const char* what, int line) {
+    Word known = {0, NEVER_WRITTEN, 0};
+    uint32_t readers = 0;
+    for (uint32_t i = first; i < end; i++) {
+      readers |= reader_warps_[i];
+      const Word word = words_[i];
+      if (word == known || word.writer == NEVER_WRITTEN) continue;
+      known = word;
+      if (knows(fiber, word.writer, word.clock)) continue;
       const bool copy = word.writer >= threads_;
       fault(fiber, cudaErrorLaunchFailure, line,
             "race: %s writes shared offset %u, which %s %u wrote at line %u with no barrier between", what, 4 * i,
             copy ? "a copy of mbarrier" : "thread", copy ? word.writer - threads_ : word.writer, word.line);
     }
-    for (uint32_t warps = reader_warps_[i]; warps; warps &= warps - 1) {
-      const uint32_t w = static_cast<uint32_t>(__builtin_ctz(warps));
-      const uint32_t read = reads_[static_cast<size_t>(i) * warps_count_ + w], reader = w * WARP_SIZE + read % WARP_SIZE;
-      if (!knows(fiber, reader, read >> 5))
-        fault(fiber, cudaErrorLaunchFailure, line,
-              "race: %s writes shared offset %u, which thread %u read with no barrier between", what, 4 * i, reader);
+    for (; readers; readers &= readers - 1) {
+      const uint32_t warp = static_cast<uint32_t>(__builtin_ctz(readers));
+      const uint32_t* reads = reads_ + warp * shared_words_;
+      uint32_t known_read = 0;  // clocks begin with 1
+      for (uint32_t i = first; i < end; i++) {
+        if (!(reader_warps_[i] >> warp & 1) || reads[i] == known_read) continue;
+        known_read = reads[i];
+        const uint32_t reader = warp * WARP_SIZE + known_read % WARP_SIZE;
+        if (!knows(fiber, reader, known_read >> 5))
+          fault(fiber, cudaErrorLaunchFailure, line,
+                "race: %s writes shared offset %u, which thread %u read with no barrier between", what, 4 * i, reader);
+      }
     }
-    reader_warps_[i] = 0;
+    for (uint32_t i = first; i < end; i++) reader_warps_[i] = 0;
   }
 
   // ---- mbarriers ----
@@ -1004,8 +1061,8 @@ class Block {
 
   Launch& launch_;
   const uint32_t threads_, warps_count_;
-  const uint32_t participants_;  // whose work is ordered: threads, then mbarriers
-  const size_t shared_words_;
+  const uint32_t participants_;  // whose work is ordered: threads, then mbarriers; in fours
+  const size_t shared_words_;    // in fours
   Stacks stacks_;
   Context scheduler_;
 
@@ -1013,7 +1070,9 @@ class Block {
   bool faulted_;
   uint32_t alive_, barrier_arrived_, mbarrier_count_;
   uint32_t bulk_count_;
-  uint64_t read_version_ = 0;
+  uint64_t operands_version_;  // of what the operation that reads its operands has read
+  Word operand_word_;          // the last one of these, which it may read
+  uint64_t writes_ = 0;        // of shared memory
   uint32_t epoch_;  // block barriers passed, plus 1
   int last_buffer_ = 0;
 
@@ -1031,8 +1090,8 @@ class Block {
   uint8_t* const shared_;
   Word* const words_;
   // Reads since the last write of a word, for the race check: the warps, and for each of them clock << 5 | lane.
-  uint32_t* const reader_warps_;
-  uint32_t* const reads_;
+  uint32_t* const reader_warps_;  // (words)
+  uint32_t* const reads_;         // (warps, words)
 };
 
 }  // namespace bwdtune_host

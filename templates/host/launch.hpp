@@ -14,22 +14,6 @@
 
 #include "block.hpp"
 
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
-struct cudaLaunchAttribute {
-  cudaLaunchAttributeID id;
-  struct {
-    int programmaticStreamSerializationAllowed;
-  } val;
-};
-struct cudaLaunchConfig_t {
-  dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes = 0;
-  cudaStream_t stream = nullptr;
-  cudaLaunchAttribute* attrs = nullptr;
-  unsigned numAttrs = 0;
-};
-
 namespace bwdtune_host __attribute__((visibility("hidden"))) {
 
 // What a kernel may use of dynamic shared memory without being allowed more.
@@ -54,6 +38,16 @@ inline long allow_shared(const void* kernel, long bytes) {
   }
   pthread_mutex_unlock(&allowed_shared_mutex);
   return allowed;
+}
+
+cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize)
+    return refuse(cudaErrorInvalidValue, "function attribute %d: the host target has none such", attribute);
+  const long limit = shared_memory_limit();
+  if (value < 0 || value > limit)
+    return refuse(cudaErrorInvalidValue, "%d bytes of shared memory a block: the card has %ld", value, limit);
+  allow_shared(kernel, value);
+  return cudaSuccess;
 }
 
 // The kernel's name from its library's symbol table, which also has the names of an anonymous namespace.
@@ -110,7 +104,7 @@ inline void* run_blocks(void* argument) {
   return nullptr;
 }
 
-inline cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, void (*invoke)(const void*),
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, void (*invoke)(const void*),
                           const void* call) {
   char name[128];
   const dim3 &grid = config.gridDim, &block = config.blockDim;
@@ -160,26 +154,6 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, 
 }
 
 }  // namespace bwdtune_host
-
-template <class Function>
-cudaError_t cudaFuncSetAttribute(Function* kernel, cudaFuncAttribute attribute, int value) {
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize)
-    return bwdtune_host::refuse(cudaErrorInvalidValue, "function attribute %d: the host target has none such", attribute);
-  const long limit = bwdtune_host::shared_memory_limit();
-  if (value < 0 || value > limit)
-    return bwdtune_host::refuse(cudaErrorInvalidValue, "%d bytes of shared memory a block: the card has %ld", value, limit);
-  bwdtune_host::allow_shared(reinterpret_cast<const void*>(kernel), value);
-  return cudaSuccess;
-}
-
-// Runs the whole grid before it returns: a fault is this launch's error.
-template <class... Parameters, class... Values>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), const Values&... values) {
-  const auto call = [&] { kernel(values...); };
-  return bwdtune_host::launch(
-      *config, reinterpret_cast<const void*>(kernel),
-      [](const void* opaque) { (*static_cast<decltype(&call)>(opaque))(); }, &call);
-}
 
 // ---- for the loader of the library ----
 

@@ -809,12 +809,54 @@ def test_a_real_nvcc_under_an_odd_path(cache: Path, monkeypatch: pytest.MonkeyPa
     assert build_one(source(KERNEL), "sm_90a", cache=odd / "cache").library
 
 
-def test_a_real_host_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_host_compiler() -> None:
+    """In the cache of all tests, where what all libraries are linked with is compiled once."""
     _need_compiler("host")
     text = '#ifndef BWDTUNE_HOST\n#error\n#endif\n#include <concepts>\nextern "C" int answer() { return 42; }\n'
-    variant = build_one(source(text), "host", cache=cache)
+    variant = build_one(source(text), "host")
     assert variant.resources is None
     assert variant.library
     assert ctypes.CDLL(str(variant.library)).answer() == 42
-    (bad,) = build([source("oops")], "host", cache=cache)
+    (bad,) = build([source("oops")], "host")
     assert "error: 'oops' does not name a type" in bad.error
+
+
+class TestRuntimeOfHostLibraries:
+    """A C++ compiler that notes what it is given, and makes of each an object or a library, or fails."""
+
+    @pytest.fixture
+    def compiled(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+        (tmp_path / "library").write_bytes(LIBRARY)
+        program, log = tmp_path / "c++", tmp_path / "compiled"
+        program.write_text(
+            f"""#!/bin/sh
+case "$1" in --version) echo "g++ (a stand-in) 1.0.0"; exit ;; esac
+case "$*" in
+    *-c*/runtime.cpp*) echo runtime >> {log}; [ -e {tmp_path}/broken ] && echo "error: no such luck" && exit 1 ;;
+    *BWDTUNE_HOST_LINKED*runtime.o*) echo kernel >> {log} ;;
+esac
+for word; do
+    [ "$previous" = -o ] && cp {tmp_path}/library "$word"
+    previous=$word
+done
+"""
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("CXX", str(program))
+        return lambda: log.read_text().split() if log.exists() else []
+
+    def test_it_is_compiled_once(self, cache: Path, compiled: Callable[[], list[str]]) -> None:
+        variants = build([source("1", "one"), source("2", "two")], "host", cache=cache)
+        assert [variant.status for variant in variants] == ["ok", "ok"]
+        assert compiled() == ["runtime", "kernel", "kernel"]
+        assert build_one(source("3"), "host", cache=cache).library
+        assert compiled() == ["runtime", *["kernel"] * 3]
+
+    def test_where_it_does_not_compile_no_kernel_does(
+        self, cache: Path, compiled: Callable[[], list[str]], tmp_path: Path
+    ) -> None:
+        (tmp_path / "broken").touch()
+        variants = build([source("1", "one"), source("2", "two")], "host", cache=cache)
+        assert [variant.source.kernel_spec for variant in variants] == ["one", "two"]
+        assert {variant.error for variant in variants} == {"error: no such luck; exit status 1"}
+        assert compiled() == ["runtime"]

@@ -56,6 +56,7 @@ def test_a_problem_is_taken_too(asked: dict[str, object]) -> None:
         ((PROBLEM,), {"trials": 0}, "trials is 0"),
         ((PROBLEM,), {"timing": "hot"}, "hot"),
         ((PROBLEM,), {"gpus": "some"}, "write all, or their numbers"),
+        ((PROBLEM,), {"gpus": "0,1", "ray": "auto"}, "leave one out"),
     ],
 )
 def test_wrong_use_is_a_usage_error(asked: dict[str, object], arguments: tuple, options: dict, names: str) -> None:

@@ -26,7 +26,16 @@ from nvcc_shim import LIBRARY, ODD_NAMES, SUCCEED, NvccShim, source, without_whe
 from bwdtune.gen import paths
 from bwdtune.gen.build import compile_step
 from bwdtune.gen.build.compile_step import parse_ptxas
-from bwdtune.gen.build.jobs import BuildError, CompiledResources, CompileError, Variant, build, build_one
+from bwdtune.gen.build.jobs import (
+    BuildError,
+    CompiledResources,
+    CompileError,
+    Variant,
+    adopt,
+    build,
+    build_one,
+    build_to_send,
+)
 from bwdtune.gen.build.toolchain import ToolchainError, find_compiler
 from bwdtune.gen.errors import BwdtuneError, UsageError
 
@@ -289,6 +298,46 @@ class TestFailures:
         assert nvcc.compiled == 2
         (nvcc.home / "mended").touch()
         assert build_one(source(text), ARCH, cache=cache).status == "ok"
+
+
+class TestToAnotherMachine:
+    @pytest.fixture
+    def there(self, nvcc: NvccShim, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "there"))
+        return tmp_path / "there"
+
+    def test_what_is_compiled_there_can_be_used_here(self, there: Path, cache: Path) -> None:
+        built = build_to_send(source(SUCCEED), ARCH)
+        variant = adopt(built, cache=cache)
+        assert variant.library
+        assert variant.library.is_relative_to(cache)
+        assert variant.library.read_bytes() == built.variant.library.read_bytes()
+        assert (variant.status, variant.resources, variant.toolchain) == (
+            built.variant.status,
+            built.variant.resources,
+            built.variant.toolchain,
+        )
+        assert build([source(SUCCEED)], ARCH, cache=cache)[0].cached, "and is not compiled here"
+        written = variant.library.stat().st_mtime_ns
+        assert adopt(built, cache=cache) == variant
+        assert variant.library.stat().st_mtime_ns == written, "what is there already stays"
+
+    def test_a_failure_is_known_here_too(self, there: Path, cache: Path) -> None:
+        variant = adopt(build_to_send(source("echo 'error: no'; exit 1"), ARCH), cache=cache)
+        assert (variant.status, variant.library) == ("failed", None)
+        assert "error: no" in variant.error
+
+    def test_what_arrives_damaged_is_refused(self, there: Path, cache: Path) -> None:
+        built = build_to_send(source(SUCCEED), ARCH)
+        files = {name: content[:-1] for name, content in built.files.items()}
+        with pytest.raises(CompileError, match="arrived damaged"):
+            adopt(dataclasses.replace(built, files=files), cache=cache)
+        assert adopt(built, cache=cache).library, "it does not stand in the way"
+
+    def test_nothing_is_written_outside_of_the_entry(self, there: Path, cache: Path) -> None:
+        built = build_to_send(source(SUCCEED), ARCH)
+        adopt(dataclasses.replace(built, files={**built.files, "../../stray": b""}), cache=cache)
+        assert [path.parent.parent.name for path in cache.rglob("stray")] == ["kernels"]
 
 
 def test_serialized_wgmma_is_a_failure(nvcc: NvccShim, cache: Path) -> None:

@@ -32,7 +32,9 @@ def nodes() -> Iterator[tuple[Any, list[Any]]]:
         from ray.cluster_utils import Cluster
 
         room = {"num_cpus": 3, "num_gpus": 1, "object_store_memory": 80 * 2**20}
-        found = Cluster(initialize_head=True, head_node_args={**room, "include_dashboard": False})
+        quick = {"health_check_period_ms": 500}  # else a node is missed after a quarter of a minute
+        head = {**room, "include_dashboard": False, "_system_config": quick}
+        found = Cluster(initialize_head=True, head_node_args=head)
         try:
             yield found, [found.head_node, *(found.add_node(**room) for _ in range(NODES - 1))]
         finally:

@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 VERSION_TABLE = "bwdtune_schema_version"
 """Alembic's version table. Not Alembic's own name for it: Optuna keeps its `alembic_version` in the same database."""
 
-SCHEMA = "0007"
+SCHEMA = "0008"
 """The schema of this version of the program: the newest revision in `migrations`."""
 
 # CHECKs cannot name infinity portably. NaN fails as well: SQLite makes it NULL, PostgreSQL puts it above all numbers.
@@ -55,6 +55,8 @@ class ProblemRow(Base):
             "softcap",
             "varlen",
             "deterministic",
+            "lse_grad",
+            "sink",
             name="identity",
         ),
         sa.CheckConstraint(
@@ -80,6 +82,8 @@ class ProblemRow(Base):
     softcap: Mapped[bool] = mapped_column(server_default=sa.false())
     varlen: Mapped[bool] = mapped_column(server_default=sa.false())
     deterministic: Mapped[bool] = mapped_column(server_default=sa.false())
+    lse_grad: Mapped[bool] = mapped_column(server_default=sa.false())
+    sink: Mapped[bool] = mapped_column(server_default=sa.false())
 
 
 class ConfigurationRow(Base):
@@ -107,6 +111,8 @@ class VariantRow(Base):
             "softcap",
             "varlen",
             "deterministic",
+            "lse_grad",
+            "sink",
             "source_hash",
             "arch",
             "toolchain",
@@ -126,6 +132,8 @@ class VariantRow(Base):
     softcap: Mapped[bool] = mapped_column(server_default=sa.false())
     varlen: Mapped[bool] = mapped_column(server_default=sa.false())
     deterministic: Mapped[bool] = mapped_column(server_default=sa.false())
+    lse_grad: Mapped[bool] = mapped_column(server_default=sa.false())
+    sink: Mapped[bool] = mapped_column(server_default=sa.false())
     source_hash: Mapped[str] = mapped_column(sa.String(64))
     template_hash: Mapped[str] = mapped_column(sa.String(64))
     machine_code: Mapped[str | None] = mapped_column(sa.String(64))

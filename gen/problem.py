@@ -20,13 +20,23 @@ UNLIMITED = -1
 FULL, CAUSAL, WINDOW = "full", "causal", "window"
 TOP_LEFT, BOTTOM_RIGHT = "top-left", "bottom-right"
 
-FLAGS = ("bottom_right", "softcap", "varlen", "deterministic")
+FLAGS = ("bottom_right", "softcap", "varlen", "deterministic", "lse_grad", "sink")
 """What a problem may ask for besides a mask, and a kernel has to be generated for."""
 
 FEATURES = (WINDOW, *FLAGS)
 """What a problem may ask for that not every family's template has."""
 
-_KIND_NAMES = {"bottom_right": "br", "softcap": "softcap", "varlen": "varlen", "deterministic": "det"}
+OF_ROWS = ("lse_grad", "sink")
+"""Those of `FLAGS` that change what is computed of a row before the main kernel, and leave that one as it is."""
+
+_KIND_NAMES = {
+    "bottom_right": "br",
+    "softcap": "softcap",
+    "varlen": "varlen",
+    "deterministic": "det",
+    "lse_grad": "lse",
+    "sink": "sink",
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -51,6 +61,9 @@ class Problem:
         varlen: Whether q, k and v hold sequences of several lengths one after another; B is then their number, and Sq
             and Skv are the longest.
         deterministic: Whether the gradients must be the same bits at each call.
+        lse_grad: Whether a gradient flows into the log-sum-exp too, as into a second output.
+        sink: Whether each query head has a learnable score of its own in all of its softmaxes, whose probability goes
+            to no value.
         lengths_as: With ``varlen``: how long the sequences are, as far as they are timed; see `gen.lengths.lengths`. No
             kernel depends on it, and no stored row has it.
 
@@ -72,6 +85,8 @@ class Problem:
     softcap: bool = False
     varlen: bool = False
     deterministic: bool = False
+    lse_grad: bool = False
+    sink: bool = False
     lengths_as: str = ""
 
     def __post_init__(self) -> None:
@@ -183,7 +198,7 @@ class Problem:
             asked.append(f"--window={self.window_left},{self.window_right}")  # a limit may begin with a minus
         if self.bottom_right:
             asked += ["--alignment", BOTTOM_RIGHT]
-        asked += [f"--{flag}" for flag in ("softcap", "varlen", "deterministic") if getattr(self, flag)]
+        asked += [f"--{flag.replace('_', '-')}" for flag in FLAGS if flag != "bottom_right" and getattr(self, flag)]
         if self.lengths_as:
             asked += ["--lengths", self.lengths_as]
         return (*asked, "--dtype", self.dtype)
@@ -302,9 +317,9 @@ class Problem:
 
     @property
     def read_bytes(self) -> int:
-        """Fewest bytes read: q, k, v, o, dO and the fp32 log-sum-exp once each."""
+        """Fewest bytes read: q, k, v, o, dO and the fp32 log-sum-exp once each, and its gradient where it has one."""
         elements = 3 * self.query_elements + 2 * self.key_elements
-        return elements * self.element_bytes + self.query_rows * ACCUMULATOR_BYTES
+        return elements * self.element_bytes + (1 + self.lse_grad) * self.query_rows * ACCUMULATOR_BYTES
 
     @property
     def write_bytes(self) -> int:
@@ -323,6 +338,11 @@ class Problem:
             max(self.query_key_pairs, 1) / self.query_positions if self.mask == WINDOW else 1,
         )
         return tuple(math.log2(size) for size in sizes)
+
+    @property
+    def without_row_features(self) -> Problem:
+        """The problem whose main kernel is the same: without what `OF_ROWS` names."""
+        return replace(self, lse_grad=False, sink=False)
 
     def resized(self, *, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_kv: int) -> Problem:
         """The same kind of problem (dtype, head_dim, mask and the rest) at other sizes."""

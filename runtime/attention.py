@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,44 @@ _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _pytorch = F.scaled_dot_product_attention
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    window_size: tuple[int, int] = ...,
+    alignment: str = ...,
+    softcap: float = ...,
+    deterministic: bool | None = ...,
+    sink: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    window: tuple[int, int] | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    window_size: tuple[int, int] = ...,
+    alignment: str = ...,
+    softcap: float = ...,
+    deterministic: bool | None = ...,
+    sink: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    window: tuple[int, int] | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -43,8 +81,10 @@ def attention(
     alignment: str = TOP_LEFT,
     softcap: float = 0.0,
     deterministic: bool | None = None,
+    sink: torch.Tensor | None = None,
+    return_lse: bool = False,
     window: tuple[int, int] | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention: `F.scaled_dot_product_attention` with a tuned backward, and with more masks.
 
     The forward is the fastest there is for the mask (`forwards.choose`): where that is plain PyTorch's own choice. The
@@ -75,40 +115,96 @@ def attention(
         softcap: Scores are ``softcap * tanh(score / softcap)``; 0 for none.
         deterministic: Whether gradients must be the same bits at each call; by default whether
             `torch.use_deterministic_algorithms` is on. Such kernels have winners of their own.
+        sink: (Hq), of any floating dtype, differentiable: a score of each query head that takes part in all of its
+            softmaxes and has no value (gpt-oss's attention sinks). A query that sees no key then has it alone.
+        return_lse: Whether to return the log-sum-exp of the scores too, which is differentiable: results for parts of
+            the keys can be merged by it, as ring attention does. With `sink` it counts that one.
         window: The former name of `window_size`.
 
     Returns:
-        (B, Hq, Sq, D).
+        (B, Hq, Sq, D). With `return_lse` that and (B, Hq, Sq), in fp32 (fp64 for fp64), natural logarithm; minus
+        infinity for a query that sees no key.
 
     Raises:
         ValueError: q, k and v are on different devices, or an argument makes no sense.
     """
-    if has_torch_function((q, k, v)):  # a subclass that overrides functions, torch.fx
+    if has_torch_function((q, k, v, sink)):  # a subclass that overrides functions, torch.fx
         features_given = {"window_size": _one_window(window_size, window), "alignment": alignment, "softcap": softcap}
         options: dict[str, Any] = {**features_given, "deterministic": deterministic}
-        return handle_torch_function(attention, (q, k, v), q, k, v, is_causal, scale, enable_gqa, **options)
-    _same_device(q=q, k=k, v=v)
+        if sink is not None or return_lse:
+            options.update(sink=sink, return_lse=return_lse)
+        return _overridden(attention, (q, k, v, sink), q, k, v, is_causal, scale, enable_gqa, **options)
+    _same_device(q=q, k=k, v=v, **_named_sink(sink, q))
     limits = _limits(_one_window(window_size, window))
     features = Features(limits, _aligned_bottom_right(alignment), _cap(softcap))
     if q.dim() == k.dim() == 4:
         is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
-    if not features.plain and (reason := _shape_objection(q, k, v, enable_gqa)):
+    plain = features.plain and sink is None and not return_lse
+    if not plain and (reason := _shape_objection(q, k, v, enable_gqa)):
         raise ValueError(reason)
-    call = Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
-    gradient = _needs_gradient(q, k, v)
+    scale_used = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None)
+    gradient = _needs_gradient(q, k, v, sink)
     cast_q, cast_k, cast_v = _autocast(q, k, v)
+    found = None
     if gradient and (forward := _forward_name(call, cast_q, cast_k, cast_v)):
-        output = _with_our_backward(call, cast_q, cast_k, cast_v, forward)
-        if output is not None:
-            return output
+        found = _with_our_backward(call, cast_q, cast_k, cast_v, sink, forward)
     # What is not plain PyTorch's function does not take, and where it cannot be told to be deterministic we are.
-    own = not features.plain or (deterministic and gradient and _shape_objection(q, k, v, enable_gqa) is None)
-    if own:
-        return _without_kernel(call, cast_q, cast_k, cast_v)
+    own = not plain or (deterministic and gradient and _shape_objection(q, k, v, enable_gqa) is None)
+    if found is None and own:
+        found = _without_kernel(call, cast_q, cast_k, cast_v, sink)
+    if found is not None:
+        return (found[0], _without_signs(found[1])) if return_lse else found[0]
     # Of an empty batch, PyTorch's fused kernels may make no tensor at all.
     empty = not torch.compiler.is_compiling() and not (q.numel() and k.numel())
     with sdpa_kernel(SDPBackend.MATH) if empty else contextlib.nullcontext():
         return _pytorch(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    window_size: tuple[int, int] = ...,
+    alignment: str = ...,
+    softcap: float = ...,
+    deterministic: bool | None = ...,
+    sink: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    window: tuple[int, int] | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    window_size: tuple[int, int] = ...,
+    alignment: str = ...,
+    softcap: float = ...,
+    deterministic: bool | None = ...,
+    sink: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    window: tuple[int, int] | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attention_varlen(
@@ -127,8 +223,10 @@ def attention_varlen(
     alignment: str = BOTTOM_RIGHT,
     softcap: float = 0.0,
     deterministic: bool | None = None,
+    sink: torch.Tensor | None = None,
+    return_lse: bool = False,
     window: tuple[int, int] | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention within each of several sequences, which lie one after another in one tensor.
 
     As `attention` otherwise. Give the same tensor as both `cu_seqlens_q` and `cu_seqlens_kv` where the lengths are the
@@ -157,27 +255,32 @@ def attention_varlen(
             FlashAttention's `flash_attn_varlen_func` and PyTorch's `varlen_attn`.
         softcap: As for `attention`.
         deterministic: As for `attention`.
+        sink: As for `attention`.
+        return_lse: As for `attention`.
         window: The former name of `window_size`.
 
     Returns:
-        (Tq, Hq, D).
+        (Tq, Hq, D). With `return_lse` that and (Hq, Tq). Rows that belong to no sequence have values of no meaning.
 
     Raises:
         ValueError: The tensors are on different devices or of impossible shapes, or an argument makes no sense.
     """
-    if has_torch_function((q, k, v)):
+    if has_torch_function((q, k, v, sink)):
         lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         features_given = {"window_size": _one_window(window_size, window), "alignment": alignment, "softcap": softcap}
         options: dict[str, Any] = {**features_given, "deterministic": deterministic}
+        if sink is not None or return_lse:
+            options.update(sink=sink, return_lse=return_lse)
         arguments = (q, k, v, *lengths, is_causal, scale, enable_gqa)
-        return handle_torch_function(attention_varlen, (q, k, v), *arguments, **options)
-    _same_device(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
+        return _overridden(attention_varlen, (q, k, v, sink), *arguments, **options)
+    starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    _same_device(q=q, k=k, v=v, **starts, **_named_sink(sink, q))
     if not q.dim() == k.dim() == v.dim() == 3:
         raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: they must be (T, H, D)")
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     if reason := _shape_objection(q, k, v, enable_gqa):
         raise ValueError(reason)
-    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+    for name, tensor in starts.items():
         if tensor.dim() != 1 or tensor.dtype != torch.int32 or not tensor.numel():
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: it must be int32 (B + 1)")
     if cu_seqlens_q.shape != cu_seqlens_kv.shape:
@@ -193,15 +296,18 @@ def attention_varlen(
         _cap(softcap),
         Sequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
     )
-    call = Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
-    gradient = _needs_gradient(q, k, v)
+    scale_used = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None)
+    gradient = _needs_gradient(q, k, v, sink)
     q, k, v = _autocast(q, k, v)
-    output = None
+    found = None
     if gradient and (forward := _forward_name(call, q, k, v)):
-        output = _with_our_backward(call, q, k, v, forward)
-    if output is None:
-        output = _without_kernel(call, q, k, v)
-    return output[0].transpose(0, 1)
+        found = _with_our_backward(call, q, k, v, sink, forward)
+    if found is None:
+        found = _without_kernel(call, q, k, v, sink)
+    output, lse = found
+    rows = output[0].transpose(0, 1)
+    return (rows, _without_signs(lse)[0]) if return_lse else rows
 
 
 def _same_device(**tensors: torch.Tensor) -> None:
@@ -209,6 +315,27 @@ def _same_device(**tensors: torch.Tensor) -> None:
         first, *middle, last = (f"{name} on {tensor.device}" for name, tensor in tensors.items())
         places = ", ".join([first.replace(" on ", " is on "), *middle])
         raise ValueError(f"{places} and {last}: they must be on one device")
+
+
+def _overridden(function: Any, relevant: tuple[Any, ...], *arguments: Any, **options: Any) -> Any:
+    """What a subclass makes of a call. PyTorch has no types for functions with overloads."""
+    return handle_torch_function(function, relevant, *arguments, **options)
+
+
+def _named_sink(sink: torch.Tensor | None, q: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sinks by their argument's name, if there are any."""
+    if sink is None:
+        return {}
+    if sink.shape != q.shape[1:2] or not sink.is_floating_point():
+        raise ValueError(
+            f"sink is {sink.dtype} {tuple(sink.shape)}: it must be a score for each query head of q, {tuple(q.shape)}"
+        )
+    return {"sink": sink}
+
+
+def _without_signs(lse: torch.Tensor) -> torch.Tensor:
+    """Minus infinity where a query sees no key: of PyTorch's forwards, some have it with a plus."""
+    return lse.masked_fill(lse == math.inf, -math.inf)
 
 
 def _aligned_bottom_right(alignment: str) -> bool:
@@ -269,8 +396,8 @@ def _simplest(seqlen_q: int, seqlen_kv: int, causal: bool, features: Features) -
     return causal, Features(window, bottom_right, features.softcap, features.sequences)
 
 
-def _needs_gradient(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -303,18 +430,21 @@ def problem_of(
     alignment: str = TOP_LEFT,
     softcap: float = 0.0,
     deterministic: bool | None = None,
+    sink: torch.Tensor | None = None,
+    return_lse: bool = False,
     window: tuple[int, int] | None = None,
 ) -> Problem | str:
     """The problem that a call of `attention` has a kernel compute, or why no kernel takes its input.
 
     The arguments are those of `attention`.
     """
-    _same_device(q=q, k=k, v=v)
+    _same_device(q=q, k=k, v=v, **_named_sink(sink, q))
     limits = _limits(_one_window(window_size, window))
     features = Features(limits, _aligned_bottom_right(alignment), _cap(softcap))
     if q.dim() == k.dim() == 4:
         is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
-    call = Call(is_causal, q.shape[-1] ** -0.5 if scale is None else scale, features, deterministic, enable_gqa)
+    scale_used = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None)
     q, k, v = _autocast(q, k, v)
     try:
         return _admission(call, q, k, v)[1] or call.problem(q, k)
@@ -341,9 +471,13 @@ def _admission(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     return name, None
 
 
+_Results = tuple[torch.Tensor, torch.Tensor]
+"""The output and the log-sum-exp."""
+
+
 def _with_our_backward(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward: str
-) -> torch.Tensor | None:
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, forward: str
+) -> _Results | None:
     """Attention with a kernel's backward; None where there is no kernel, which dispatch has said.
 
     The operator asks dispatch by itself, in the backward; where it finds no kernel there, PyTorch's backward of the
@@ -351,7 +485,7 @@ def _with_our_backward(
     """
     by_operator = max(q.shape[:2]) <= torch_attention.LARGEST_GRID and operators.ready()
     if by_operator and forward != forwards.FLASH_3:
-        return operators.attention(call, q, k, v, forward)
+        return operators.attention(call, q, k, v, sink, forward)
     if torch.compiler.is_compiling():
         return None
     try:
@@ -365,15 +499,17 @@ def _with_our_backward(
         counters.fell_back(choice.cause)
         return None
     if by_operator:
-        return operators.attention(call, q, k, v, forward)
-    return autograd.run(call, q, k, v, forward, choice.kernel)
+        return operators.attention(call, q, k, v, sink, forward)
+    return autograd.run(call, q, k, v, sink, forward, choice.kernel)
 
 
-def _without_kernel(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _without_kernel(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+) -> _Results:
     """PyTorch's forward and backward of what its function does not have."""
     if torch._C._are_functorch_transforms_active():
-        return math_attention.differentiable(q, k, v, call.causal, call.scale, call.features)
-    return autograd.run(call, q, k, v, call.forward_name(q, k, v, kernel=False), None)
+        return math_attention.differentiable(q, k, v, call.causal, call.scale, call.features, sink)
+    return autograd.run(call, q, k, v, sink, call.forward_name(q, k, v, kernel=False), None)
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:

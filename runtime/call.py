@@ -24,6 +24,8 @@ class Call:
         features: The mask in its simplest terms, and the rest.
         deterministic: As it was asked for; None where nothing was.
         enable_gqa: See `attention`.
+        return_lse: Whether the log-sum-exp is asked for too: a gradient may flow into it.
+        sink: Whether sinks are given.
     """
 
     causal: bool
@@ -31,6 +33,8 @@ class Call:
     features: Features
     deterministic: bool | None
     enable_gqa: bool
+    return_lse: bool = False
+    sink: bool = False
 
     @property
     def repeatable(self) -> bool:
@@ -60,6 +64,8 @@ class Call:
             softcap=bool(self.features.softcap),
             varlen=sequences is not None,
             deterministic=self.repeatable,
+            lse_grad=self.return_lse,
+            sink=self.sink,
         )
 
     def forward_name(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kernel: bool) -> str:

@@ -30,7 +30,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`attention` of (B, S, H, D) tensors.
 
     Args:
@@ -44,28 +44,23 @@ def flash_attn_func(
         softcap: Scores are ``softcap * tanh(score / softcap)``; 0 for none.
         alibi_slopes: Must be None.
         deterministic: Gradients are the same bits at each call; so they are in PyTorch's deterministic mode.
-        return_attn_probs: Must be False.
+        return_attn_probs: Whether to return more than the output, as FlashAttention does without dropout.
 
     Returns:
-        (B, Sq, Hq, D), contiguous.
+        (B, Sq, Hq, D), contiguous. With `return_attn_probs` that, the log-sum-exp, and None in the place of
+        probabilities. The log-sum-exp is (B, Hq, Sq), fp32; here it is differentiable, and where a query sees no key
+        minus infinity.
 
     Raises:
-        ValueError: Dropout, slopes or probabilities are asked for, or an argument makes no sense.
+        ValueError: Dropout or slopes are asked for, or an argument makes no sense.
     """
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
-    output = attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        causal,
-        softmax_scale,
-        True,
-        window_size=_limits(window_size),
-        alignment=BOTTOM_RIGHT,
-        softcap=softcap,
-        deterministic=deterministic or None,
-    )
-    return output.transpose(1, 2).contiguous()
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    queries, keys, values = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    found = attention(queries, keys, values, alignment=BOTTOM_RIGHT, **options)
+    output, *lse = found if return_attn_probs else (found,)
+    output = output.transpose(1, 2).contiguous()
+    return (output, *lse, None) if return_attn_probs else output
 
 
 def flash_attn_varlen_func(
@@ -85,7 +80,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`attention_varlen` in FlashAttention's words. See `flash_attn_func` for the other arguments.
 
     Args:
@@ -103,40 +98,26 @@ def flash_attn_varlen_func(
         softcap: See `flash_attn_func`.
         alibi_slopes: Must be None.
         deterministic: See `flash_attn_func`.
-        return_attn_probs: Must be False.
+        return_attn_probs: See `flash_attn_func`.
         block_table: Must be None.
 
     Returns:
-        (Tq, Hq, D), contiguous.
+        (Tq, Hq, D), contiguous. With `return_attn_probs` that, the log-sum-exp, (Hq, Tq), and None.
 
     Raises:
         ValueError: As `flash_attn_func`, or for a paged cache.
     """
-    _refuse(
-        dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs, block_table=block_table
-    )
-    output = attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        causal,
-        softmax_scale,
-        True,
-        window_size=_limits(window_size),
-        softcap=softcap,
-        deterministic=deterministic or None,
-    )
-    return output.contiguous()
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    options = _options(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    found = attention_varlen(q, k, v, *lengths, **options)
+    output, *lse = found if return_attn_probs else (found,)
+    return (output.contiguous(), *lse, None) if return_attn_probs else output.contiguous()
 
 
 _REASONS = {
     "dropout_p": "no kernel drops probabilities",
     "alibi_slopes": "no kernel adds biases to scores",
-    "return_attn_probs": "no kernel stores probabilities",
     "block_table": "paged keys and values are for inference, which has no backward",
 }
 
@@ -149,6 +130,22 @@ def _refuse(**asked: Any) -> None:
             raise ValueError(f"{name} is {shown}: {_REASONS[name]}; use flash_attn's own function for that")
 
 
-def _limits(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
+def _options(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+) -> dict[str, Any]:
+    """In the words of `attention`."""
     left, right = (UNLIMITED if limit is None else limit for limit in window_size)
-    return left, right
+    return {
+        "is_causal": causal,
+        "scale": softmax_scale,
+        "enable_gqa": True,
+        "window_size": (left, right),
+        "softcap": softcap,
+        "deterministic": deterministic or None,
+        "return_lse": return_attn_probs,
+    }

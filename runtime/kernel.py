@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from .features import PLAIN, Features
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_ABI_VERSION = 3
+_ABI_VERSION = 4
 _MASKS = (FULL, CAUSAL, WINDOW)  # in the order of their numbers in the C interface
 _ALIGNMENT_BYTES = 16  # of TMA: bases and strides
 _STRIDE_LIMIT_BYTES = 2**40  # of TMA
@@ -63,6 +64,9 @@ class _Arguments(ctypes.Structure):
         ("positions_kv", ctypes.c_int64),
         ("softcap", ctypes.c_float),
         ("reserved", ctypes.c_int32),
+        ("dlse", ctypes.c_void_p),
+        ("sink", ctypes.c_void_p),
+        ("dsink", ctypes.c_void_p),
     ]
 
 
@@ -93,6 +97,8 @@ class KernelInfo:
         softcap: Whether scores are capped.
         varlen: Whether it takes `Sequences`.
         deterministic: Whether its gradients are the same bits at each call.
+        lse_grad: Whether it takes a gradient of the log-sum-exp.
+        sink: Whether it takes sinks, and gives their gradient.
         writes_all_rows: Whether keys that belong to no packed sequence get gradients of zero; else they get none.
         config: The configuration's id.
         threads: Threads of a block of the main kernel.
@@ -106,6 +112,8 @@ class KernelInfo:
     softcap: bool
     varlen: bool
     deterministic: bool
+    lse_grad: bool
+    sink: bool
     writes_all_rows: bool
     config: str
     threads: int
@@ -235,6 +243,9 @@ class Kernel:
         scale: float,
         features: Features = PLAIN,
         workspace: torch.Tensor | None = None,
+        dlse: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
+        dsink: torch.Tensor | None = None,
     ) -> Launch:
         """Checks the tensors and sets up a launch on their device's current stream.
 
@@ -252,11 +263,15 @@ class Kernel:
             features: What else this kernel needs to know. With `Features.sequences` B is 1 here, and S counts the rows
                 of all of them.
             workspace: At least `workspace_bytes` bytes, uint8, 16-byte aligned; allocated where it is missing.
+            dlse: The gradient of the log-sum-exp, as `lse`; of kernels that take one.
+            sink: (Hq), fp32, which `o` and `lse` count; of kernels that take sinks.
+            dsink: Written; (Hq), fp32, contiguous.
 
         Raises:
             KernelError: A shape, dtype, device or layout that this kernel does not take.
         """
         self._check(q, k, v, o, dout, lse, dq, dk, dv)
+        self._check_row_features(q, dlse, sink, dsink)
         if not 0 < scale < math.inf:  # a masked score is minus infinity before it is scaled
             raise KernelError(f"scale is {scale}: it must be positive")
         self._check_features(features, q.device)
@@ -279,6 +294,10 @@ class Kernel:
             positions_kv=k.shape[2],
         )
         held = {"lse": lse}
+        for name, given in (("dlse", dlse), ("sink", sink), ("dsink", dsink)):
+            if given is not None:
+                held[name] = given.contiguous()
+                setattr(arguments, name, held[name].data_ptr())
         for name, tensor in zip(_INPUTS, (q, o, dout, k, v), strict=True):
             described = _describe(tensor)
             if described is None:
@@ -333,9 +352,14 @@ class Kernel:
         scale: float,
         features: Features = PLAIN,
         workspace: torch.Tensor | None = None,
+        dlse: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
+        dsink: torch.Tensor | None = None,
     ) -> None:
-        """Computes dq, dk and dv on the current stream; asynchronous. See `prepare`."""
-        self.prepare(q, k, v, o, dout, lse, dq, dk, dv, scale=scale, features=features, workspace=workspace)()
+        """Computes dq, dk and dv on the current stream, and dsink; asynchronous. See `prepare`."""
+        options: dict[str, Any] = {"features": features, "workspace": workspace}
+        options |= {"dlse": dlse, "sink": sink, "dsink": dsink}
+        self.prepare(q, k, v, o, dout, lse, dq, dk, dv, scale=scale, **options)()
 
     def workspace_bytes(
         self,
@@ -388,7 +412,7 @@ class Kernel:
         assert self._register
         try:
             for name, tensor in held.items():
-                writable = name in (*_OUTPUTS, "workspace")
+                writable = name in (*_OUTPUTS, "dsink", "workspace")
                 self._register(name.encode(), tensor.data_ptr(), _extent_bytes(tensor), writable)
             self._launch(arguments)
         finally:
@@ -418,6 +442,15 @@ class Kernel:
                 raise KernelError(f"{name} is on {tensor.device} and q on {q.device}: they must share a device")
         if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or lse.device != q.device:
             raise KernelError(f"lse must be float32 of shape {tuple(q.shape[:3])} on {q.device}")
+
+    def _check_row_features(self, q: torch.Tensor, *given: torch.Tensor | None) -> None:
+        info, rows, heads = self.info, q.shape[:3], q.shape[1:2]
+        needed = (("dlse", info.lse_grad, rows), ("sink", info.sink, heads), ("dsink", info.sink, heads))
+        for (name, needs, shape), tensor in zip(needed, given, strict=True):
+            if (tensor is not None) != needs:
+                raise KernelError(f"{name} is {'missing' if needs else 'given, and this kernel has none'}")
+            if tensor is not None and (tensor.shape, tensor.dtype, tensor.device) != (shape, torch.float32, q.device):
+                raise KernelError(f"{name} must be float32 of shape {tuple(shape)} on {q.device}")
 
     def _check_features(self, features: Features, device: torch.device) -> None:
         if bool(features.softcap) != self.info.softcap:
@@ -451,7 +484,10 @@ def backward(
     lse: torch.Tensor,
     scale: float,
     features: Features = PLAIN,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *,
+    dlse: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
     """The gradients of attention, in their inputs' layouts; asynchronous on the device's current stream.
 
     Args:
@@ -464,22 +500,30 @@ def backward(
         lse: (B, Hq, Sq), fp32, natural logarithm.
         scale: The softmax scale.
         features: See `Kernel.prepare`.
+        dlse: (B, Hq, Sq), fp32; zeros where the kernel takes one and there is none.
+        sink: (Hq), of any floating dtype.
 
     Returns:
-        dq, dk and dv. A gradient has its input's strides where those are dense with a unit last stride, else it is
-        dense in the same order or contiguous. Where there are no queries or no keys, all are zero or empty.
+        dq, dk and dv, and with sinks dsink. A gradient has its input's strides where those are dense with a unit last
+        stride, else it is dense in the same order or contiguous. Where there are no queries or no keys, all are zero or
+        empty.
 
     Raises:
         KernelError: A shape, dtype or device that the kernel does not take, or a launch that failed.
     """
     if not q.numel() or not k.numel():
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        empty = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return empty if sink is None else (*empty, torch.zeros_like(sink))
     gradients = _gradient_like(q), _gradient_like(k), _gradient_like(v)
     if not kernel.info.writes_all_rows:
         gradients[1].zero_()
         gradients[2].zero_()
-    kernel.launch(q, k, v, o, dout, lse, *gradients, scale=scale, features=features)
-    return gradients
+    if dlse is None and kernel.info.lse_grad:
+        dlse = torch.zeros_like(lse)
+    wide = sink if sink is None else sink.float()
+    dsink = wide if wide is None else torch.empty_like(wide, memory_format=torch.contiguous_format)
+    kernel.launch(q, k, v, o, dout, lse, *gradients, scale=scale, features=features, dlse=dlse, sink=wide, dsink=dsink)
+    return gradients if sink is None or dsink is None else (*gradients, dsink.to(sink.dtype))
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:

@@ -76,21 +76,44 @@ def gradients(
 
 
 def differentiable(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features
-) -> torch.Tensor:
-    """The output alone, of operations that `torch.func` transforms and autograd differentiates, as often as one likes.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    features: Features,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of operations that `torch.func` transforms and autograd differentiates, as often as one likes.
 
     See `forward` for the arguments. Nothing is made anew in the backward: the probabilities are kept.
+
+    Args:
+        sink: (Hq), a score of each query head in all of its softmaxes.
     """
-    parts, at = [], 0
+    wide, at = _wide(q), 0
+    unseen = torch.full(q.shape[1:2], -math.inf, dtype=wide, device=q.device) if sink is None else sink.to(wide)
+    outputs, lses = [], []
+
+    def leave_out(end: int) -> None:
+        """Rows up to there see no key."""
+        outputs.append(torch.zeros_like(q[:, :, at:end]))
+        lses.append(unseen[:, None].expand(q.shape[0], -1, end - at))
+
     for block in _blocks(q, k, causal, features):
+        leave_out(block.rows.start)
         s, _ = block.scores(q, k, scale, features.softcap)
+        if sink is not None:
+            s = torch.cat([s, block.by_group(unseen[None])[..., None, None].expand(*s.shape[:-1], 1)], -1)
         seen = s != -math.inf
         # Of a row that sees no key, a softmax of nothing but infinities would be no number.
-        p = s.masked_fill(~seen, torch.finfo(s.dtype).min).softmax(-1) * seen
-        parts += [torch.zeros_like(q[:, :, at : block.rows.start]), (p @ block.keys_of(v)).flatten(1, 2).to(q.dtype)]
+        s = s.masked_fill(~seen, torch.finfo(s.dtype).min)
+        p = (s.softmax(-1) * seen)[..., : block.keys.stop - block.keys.start]
+        outputs.append((p @ block.keys_of(v)).flatten(1, 2).to(q.dtype))
+        lses.append(s.logsumexp(-1).masked_fill(~seen.any(-1), -math.inf).flatten(1, 2))
         at = block.rows.stop
-    return torch.cat([*parts, torch.zeros_like(q[:, :, at:])], 2)
+    leave_out(q.shape[2])
+    return torch.cat(outputs, 2), torch.cat(lses, 2)
 
 
 class _Block:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..gen.problem import UNLIMITED
-from . import forwards, math_attention
+from . import forwards, math_attention, row_features
 from .features import PLAIN, Features
 from .forwards import flash_3
 
@@ -32,8 +32,8 @@ class Forward:
     Attributes:
         output: (B, Hq, Sq, D), in the dtype of q.
         lse: (B, Hq, Sq), fp32, contiguous, natural logarithm; infinite where a row sees no key.
-        saved: The tensors that `gradients` needs besides dout, q, k and v first: apart from it, so that autograd keeps
-            them its own way.
+        saved: The tensors that `gradients` needs besides dout: q, k, v, `output`, the log-sum-exp as this forward has
+            it, and more. They are apart from it, so that autograd keeps them its own way.
         gradients: PyTorch's backward of this forward: dout, *saved -> dq, dk, dv. Asynchronous; may be called again.
     """
 
@@ -42,9 +42,9 @@ class Forward:
     saved: tuple[Any, ...]
     gradients: Callable[..., Gradients]
 
-    def backward(self, dout: torch.Tensor) -> Gradients:
-        """dq, dk and dv."""
-        return self.gradients(dout, *self.saved)
+    def backward(self, dout: torch.Tensor, dlse: torch.Tensor | None = None) -> Gradients:
+        """dq, dk and dv, of an output and perhaps of a log-sum-exp with gradients."""
+        return row_features.gradients(self.gradients, dout, dlse, *self.saved)
 
 
 def forward(
@@ -55,10 +55,12 @@ def forward(
     scale: float,
     features: Features = PLAIN,
     name: str | None = None,
+    sink: torch.Tensor | None = None,
 ) -> Forward:
     """A forward that yields the log-sum-exp for this mask.
 
-    The fused ones are given tensors that they can read: see `readable`.
+    The fused ones are given tensors that they can read: see `readable`. None has sinks: output and log-sum-exp are
+    corrected for them, in one more pass (`row_features.add_sink`).
 
     Args:
         q: (B, Hq, Sq, D), bf16 or fp16 for a fused one.
@@ -68,13 +70,20 @@ def forward(
         scale: The softmax scale.
         features: The rest.
         name: Of `forwards.choose`; None for that of `forwards.by_mask`.
+        sink: (Hq), a score of each query head in all of its softmaxes.
     """
     name = name or forwards.by_mask(q, k, causal, scale, features)
     if name == forwards.MATH:
-        return _math(q, k, v, causal, scale, features)
-    result = _fused(name, readable(q), readable(k), readable(v), causal, scale, features)
-    found = result.gradients  # apart from the result: what that saved must not be held here
-    return replace(result, gradients=lambda dout, *saved: found(readable(dout), *saved))
+        result = _math(q, k, v, causal, scale, features)
+    else:
+        result = _fused(name, readable(q), readable(k), readable(v), causal, scale, features)
+        found = result.gradients  # apart from the result: what that saved must not be held here
+        result = replace(result, gradients=lambda dout, *saved: found(readable(dout), *saved))
+    if sink is None:
+        return result
+    lse = row_features.rows_of(result.saved[4], q)
+    row_features.add_sink(result.saved[3], lse, sink)
+    return replace(result, lse=lse.contiguous())
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +138,8 @@ def _in_parts(
     parts = -(-q.shape[dim] // LARGEST_GRID)
     size = -(-k.shape[dim] // parts)
     rows = size * (q.shape[dim] // k.shape[dim])
-    if rows == q.shape[dim]:  # the query heads of one key head are too many
+    # The query heads of one key head are too many, or those of packed sequences are.
+    if rows == q.shape[dim] or features.sequences:
         return _math(q, k, v, causal, scale, features)
 
     def split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Gradients]:
@@ -137,21 +147,27 @@ def _in_parts(
 
     results = [_fused(name, *part, causal, scale, features) for part in split(q, k, v)]
     # Apart from the results: what they saved must not be held here.
-    backwards = [(result.gradients, len(result.saved) - 3) for result in results]
+    backwards = [(result.gradients, len(result.saved) - 5) for result in results]
 
     def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
-        q, k, v, *rest = saved
+        q, k, v, output, lse, *rest = saved
         others = iter(rest)
+        by_rows = zip(*(tensor.split(rows, dim) for tensor in (dout, output, lse)), strict=True)
         found = [
-            backward(dout_part, *part, *itertools.islice(others, count))
-            for (backward, count), dout_part, part in zip(backwards, dout.split(rows, dim), split(q, k, v), strict=True)
+            backward(dout_part, *part, output_part, lse_part, *itertools.islice(others, count))
+            for (backward, count), (dout_part, output_part, lse_part), part in zip(
+                backwards, by_rows, split(q, k, v), strict=True
+            )
         ]
         dq, dk, dv = (torch.cat(gradients, dim) for gradients in zip(*found, strict=True))
         return dq, dk, dv
 
-    saved = (q, k, v, *(tensor for result in results for tensor in result.saved[3:]))
-    output = torch.cat([result.output for result in results], dim)
-    return Forward(output, torch.cat([result.lse for result in results], dim), saved, gradients)
+    output, lse, yielded = (
+        torch.cat(parts, dim)
+        for parts in zip(*((result.output, result.lse, result.saved[4]) for result in results), strict=True)
+    )
+    saved = (q, k, v, output, yielded, *(tensor for result in results for tensor in result.saved[5:]))
+    return Forward(output, lse, saved, gradients)
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Forward:
@@ -256,7 +272,7 @@ def _flash_band(
         found = _aten._flash_attention_backward(
             dout.transpose(1, 2),
             *seen,
-            output,
+            output.transpose(1, 2),
             lse,
             None,
             None,
@@ -273,7 +289,8 @@ def _flash_band(
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in found)
         return dq, _padded(dk, k.shape[2]), _padded(dv, v.shape[2])
 
-    return Forward(output.transpose(1, 2), lse.contiguous(), (q, k, v, output, lse, state, unused), gradients)
+    output = output.transpose(1, 2)
+    return Forward(output, lse.contiguous(), (q, k, v, output, lse, state, unused), gradients)
 
 
 def as_bottom_right(seqlen_q: int, seqlen_kv: int, left: int, right: int) -> tuple[int, int, int]:
@@ -331,7 +348,7 @@ def _flash_packed(
             packed(q),
             packed(k),
             packed(v),
-            output,
+            packed(output),
             lse,
             *sizes,
             0.0,
@@ -346,7 +363,7 @@ def _flash_packed(
         return dq, dk, dv
 
     whole = output.transpose(0, 1)[None]
-    return Forward(whole, lse[None].contiguous(), (q, k, v, output, lse, state, unused), gradients)
+    return Forward(whole, lse[None].contiguous(), (q, k, v, whole, lse, state, unused), gradients)
 
 
 def _flash_3(

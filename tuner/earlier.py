@@ -12,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from ..gen.errors import BwdtuneError, UsageError
 from ..gen.families import Config
@@ -61,7 +63,7 @@ class Earlier:
             BwdtuneError: The earlier version cannot, with its own reason.
         """
         lines = [
-            json.dumps({"problem": problem.to_stored(), "config": config.to_stored(), "emulate": emulate})
+            json.dumps({"problem": _stated(problem), "config": config.to_stored(), "emulate": emulate})
             for problem, config, emulate in asked
         ]
         answer = subprocess.run(
@@ -81,6 +83,12 @@ class Earlier:
             Source(problem.kernel_spec, config, text, emulate, emulate is not None)
             for (problem, config, emulate), text in zip(asked, texts, strict=True)
         ]
+
+
+def _stated(problem: Problem) -> dict[str, Any]:
+    """What of a problem is not a default's: an earlier version does not know what has come since."""
+    defaults = {one.name: one.default for one in fields(problem)}
+    return {name: value for name, value in problem.to_stored().items() if value != defaults[name]}
 
 
 def render_today(asked: Sequence[Asked]) -> list[Source]:

@@ -26,6 +26,8 @@ class KernelContext:
         softcap: Scores are capped.
         varlen: Packed sequences.
         deterministic: dQ is summed in one order.
+        lse_grad: The log-sum-exp has a gradient, which delta is lessened by.
+        sink: dSink is computed.
         config: The configuration.
         pace: The other card whose pace it keeps to, or None.
         probed: It counts its cycles.
@@ -40,6 +42,8 @@ class KernelContext:
     softcap: bool
     varlen: bool
     deterministic: bool
+    lse_grad: bool
+    sink: bool
     config: Config
     pace: Emulation | None
     probed: bool
@@ -66,6 +70,11 @@ class KernelContext:
     def mask_is_constant(self) -> bool:
         """Whether the mask does not depend on the launch: the diagonal begins at the first query and key."""
         return not self.has_window and not self.bottom_right
+
+    @property
+    def has_row_features(self) -> bool:
+        """Whether rows of queries have more than O, dO and the log-sum-exp: see `gen.problem.OF_ROWS`."""
+        return self.lse_grad or self.sink
 
     @property
     def walks_backwards(self) -> bool:

@@ -106,7 +106,8 @@ def _source(wanted: Build) -> Source | str:
         source = render(wanted.problem, wanted.config)
     except Exception as error:  # whatever a template says of a row of long ago
         return f"it does not render: {_described(error)}"
-    if source.hash != wanted.identity.source_hash and wanted.identity.machine_code is None:
+    identity = wanted.identity
+    if source.hash != identity.source_hash and identity.machine_code is None and not identity.stands_in:
         return "its text has changed since it was verified, and its machine code is not known: search again"
     return source
 

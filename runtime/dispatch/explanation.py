@@ -100,7 +100,7 @@ def _explained(problem: Problem, device_index: int) -> Explanation:
 def _times(row: Row) -> str:
     if row.ms is None:
         return "not on such a GPU: it was emulated"
-    time = f"{row.ms:.4g} ms at {row.problem.label}"
+    time = f"{row.ms:.4g} ms at {row.found_for.label}"
     if row.default_kernel == NO_FUSED_BACKWARD:
         return f"{time}; PyTorch has no fused backward of this kind"
     if row.default_ms is None:

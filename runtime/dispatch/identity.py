@@ -18,7 +18,7 @@ class Standing(enum.Enum):
 
     SAME = "the kernel that was verified and timed"
     OTHER = "another kernel"
-    UNPROVEN = "what another compiler made of the kernel's text"
+    UNPROVEN = "what another compiler made of the kernel's text, or the kernel with more before it"
 
 
 class Unproven(str):
@@ -35,19 +35,23 @@ class Identity:
         source_hash: Hash of its text.
         machine_code: Hash of its machine code; None where it was stored before there was such a hash.
         toolkit: The nvcc that compiled it.
+        stands_in: Whether what is built has the same main kernel and more before it: `records.Row.stands_in`.
     """
 
     source_hash: str
     machine_code: str | None
     toolkit: str
+    stands_in: bool = False
 
     def standing(self, variant: Variant) -> Standing:
         """What a library of today's text is.
 
         By machine code, whatever the text. The same compiler's other machine code is another kernel, which nobody has
         timed; another compiler's is unproven. Where one of the two hashes is missing the text tells: it always does in
-        a build for the CPU, which has no machine code of a GPU.
+        a build for the CPU, which has no machine code of a GPU. What stands in for another is never the same.
         """
+        if self.stands_in:
+            return Standing.UNPROVEN
         same_compiler = variant.toolchain == self.toolkit or variant.arch == HOST_ARCH
         if self.machine_code and variant.machine_code:
             if self.machine_code == variant.machine_code:
@@ -89,14 +93,16 @@ class Identity:
             return known
         found = _gpu_of(variant.arch)
         if found is None:
-            return Unproven(f"{self._compilers(variant)}: it is verified once, on a GPU, before it is used")
+            return Unproven(f"{self._origin(variant)}: it is verified once, on a GPU, before it is used")
         assert variant.library, "a standing is of a library"
         return self._objection(variant, verdicts.verify(variant.library, problem, found[1], found[0]))
 
     def _objection(self, variant: Variant, verdict: verdicts.Verdict) -> str:
-        return "" if verdict.passed else f"{self._compilers(variant)}, and is wrong: {verdict.reason}"
+        return "" if verdict.passed else f"{self._origin(variant)}, and is wrong: {verdict.reason}"
 
-    def _compilers(self, variant: Variant) -> str:
+    def _origin(self, variant: Variant) -> str:
+        if self.stands_in:
+            return "it was timed without the gradient of the log-sum-exp or the sinks"
         return f"nvcc {variant.toolchain} compiles it to other code than nvcc {self.toolkit}, with which it was timed"
 
 

@@ -30,6 +30,8 @@ class Row:
         machine_code: Hash of the machine code that was verified and timed; None in what was stored before there was
             such a hash.
         toolkit: The nvcc that compiled it.
+        stands_in: Whether it was found for the problem without what `gen.problem.OF_ROWS` names, whose main kernel is
+            the same one; `problem` has what is asked for.
     """
 
     problem: Problem
@@ -44,18 +46,24 @@ class Row:
     origin: str = ""
     machine_code: str | None = None
     toolkit: str = ""
+    stands_in: bool = False
+
+    @property
+    def found_for(self) -> Problem:
+        """The problem that it was verified and timed for."""
+        return self.problem.without_row_features if self.stands_in else self.problem
 
     @property
     def identity(self) -> Identity:
         """What tells its kernel from others."""
-        return Identity(self.source_hash, self.machine_code, self.toolkit)
+        return Identity(self.source_hash, self.machine_code, self.toolkit, self.stands_in)
 
     @property
     def name(self) -> str:
         """What it is, for people."""
         if not self.shipped:
-            return f"the winner of {self.problem.label}"
-        return f"the configuration that is shipped for {self.problem.label} on {self.gpu.name} ({self.origin})"
+            return f"the winner of {self.found_for.label}"
+        return f"the configuration that is shipped for {self.found_for.label} on {self.gpu.name} ({self.origin})"
 
     @property
     def advantage(self) -> float | None:

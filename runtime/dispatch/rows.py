@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...db.shipped import Shipped, read_shipped
 from ...gen.errors import BwdtuneError
+from ...gen.problem import OF_ROWS, Problem
 from .records import Row
 
 if TYPE_CHECKING:
@@ -28,10 +29,18 @@ class Rows:
     rows: tuple[Row, ...]
     trouble: str = ""
 
-    def of_kind(self, kind: str) -> Sequence[Row]:
-        """The rows of a kind of problem, in an order that does not depend on the database's: stored ones first, and
-        those that were found without another card's limits."""
-        return self._by_kind.get(kind, ())
+    def of_kind(self, problem: Problem) -> Sequence[Row]:
+        """The rows of a problem's kind, in an order that does not depend on the database's: stored ones first, and
+        those that were found without another card's limits.
+
+        After them those of the kind whose main kernel is the same: what the other adds to rows costs next to nothing.
+        """
+        own = self._by_kind.get(problem.kernel_spec, ())
+        features: dict[str, Any] = {name: getattr(problem, name) for name in OF_ROWS}
+        if not any(features.values()):
+            return own
+        others = self._by_kind.get(problem.without_row_features.kernel_spec, ())
+        return [*own, *(replace(row, problem=replace(row.problem, **features), stands_in=True) for row in others)]
 
     @functools.cached_property
     def _by_kind(self) -> dict[str, list[Row]]:

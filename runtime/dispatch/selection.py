@@ -55,7 +55,7 @@ def candidates(problem: Problem, device: Device, known: Rows) -> Iterator[Row | 
     evidence counts.
     """
     gpu = gpu_key(device)
-    found = [row for row in known.of_kind(problem.kernel_spec) if for_such_a_gpu(row, device)]
+    found = [row for row in known.of_kind(problem) if for_such_a_gpu(row, device)]
     found.sort(key=lambda row: (row.problem != problem, row.gpu != gpu, distance(row.problem, problem)))
     if not found:
         reason = f"no winner is stored for {problem.label} or one like it on {device.name}: run `tuner search`"
@@ -77,10 +77,10 @@ def objection(row: Row, problem: Problem, device: Device) -> Refusal | None:
     near = in_reach(row.problem, problem)
     if near and row.advantage is not None and row.advantage <= 1:
         times = f"{row.default_ms:.4g} ms for {row.ms:.4g}"
-        return Refusal(f"PyTorch's own was faster at {row.problem.label}: {times}", Cause.SLOWER)
+        return Refusal(f"PyTorch's own was faster at {row.found_for.label}: {times}", Cause.SLOWER)
     if not near or expected_advantage(row, problem, device) <= 1:
         reason = (
-            f"the nearest problem with a kernel, {row.problem.label}, is too far from {problem.label} for "
+            f"the nearest problem with a kernel, {row.found_for.label}, is too far from {problem.label} for "
             "that kernel to be expected to be faster than PyTorch's: run `tuner search`"
         )
         return Refusal(reason, Cause.OUT_OF_REACH)

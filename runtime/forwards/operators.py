@@ -8,7 +8,7 @@ import torch
 from torch.library import Library
 
 from ...gen.errors import BwdtuneError
-from .. import math_attention, operator, torch_attention
+from .. import math_attention, operator, row_features, torch_attention
 from ..call import Call
 from ..dispatch import notices
 from ..dispatch.choices import waits
@@ -18,7 +18,9 @@ from . import constant_under_compile
 _Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
-def attention(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward: str) -> torch.Tensor:
+def attention(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, forward: str
+) -> _Tensors:
     """Attention whose backward is `bwdtune::backward`.
 
     Args:
@@ -26,10 +28,11 @@ def attention(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, for
         q: (B, Hq, Sq, D); with packed sequences B is 1.
         k: (B, Hkv, Skv, D).
         v: (B, Hkv, Skv, D).
+        sink: (Hq), if there is any.
         forward: Of `forwards.choose`.
 
     Returns:
-        (B, Hq, Sq, D).
+        (B, Hq, Sq, D) and the log-sum-exp, (B, Hq, Sq); both differentiable.
     """
     features, options = call.features, (call.causal, call.scale, call.enable_gqa)
     mask = (*features.window, features.bottom_right, features.softcap)
@@ -37,10 +40,12 @@ def attention(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, for
     if sequences := features.sequences:
         lengths = (sequences.cu_seqlens_q, sequences.cu_seqlens_kv, sequences.seqlen_q, sequences.seqlen_kv)
         rows = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
-        found = torch.ops.bwdtune.attention_varlen(*rows, *lengths, *options, *mask, call.deterministic, forward)
-        return found[0].transpose(0, 1)[None]
-    output: torch.Tensor = torch.ops.bwdtune.attention(q, k, v, *options, *mask, call.deterministic, forward)[0]
-    return output
+        output, lse = torch.ops.bwdtune.attention_varlen(
+            *rows, *lengths, *options, *mask, call.deterministic, forward, sink
+        )
+        return output.transpose(0, 1)[None], lse[None]
+    found: _Tensors = torch.ops.bwdtune.attention(q, k, v, *options, *mask, call.deterministic, forward, sink)
+    return found
 
 
 def ready() -> bool:
@@ -186,6 +191,20 @@ def _forward_varlen_backward(
     return _laid_out((dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)), q, k, v)
 
 
+def _sink_gradient(
+    sink: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+) -> torch.Tensor:
+    if cu_seqlens_q is None:
+        return row_features.sink_gradient(sink, out, lse, dout, dlse, None)
+    out, dout = (tensor.transpose(0, 1)[None] for tensor in (out, dout))
+    return row_features.sink_gradient(sink, out, lse[None], dout, dlse if dlse is None else dlse[None], cu_seqlens_q)
+
+
 def _laid_out(gradients: torch_attention.Gradients, *inputs: torch.Tensor) -> torch_attention.Gradients:
     """As the operators' fake implementations say: with the strides of `torch.empty_like` of the inputs."""
     dq, dk, dv = (torch.empty_like(tensor).copy_(gradient) for gradient, tensor in zip(gradients, inputs, strict=True))
@@ -199,5 +218,7 @@ for _key in ("CPU", "CUDA"):
         ("forward_varlen", _forward_varlen),
         ("forward_backward", _forward_backward),
         ("forward_varlen_backward", _forward_varlen_backward),
+        ("lse_factors", row_features.lse_factors),
+        ("sink_gradient", _sink_gradient),
     ):
         _library.impl(_name, _implementation, _key)

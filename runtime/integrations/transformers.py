@@ -265,7 +265,8 @@ def attention_forward(
         scaling: The softmax scale.
         is_causal: In place of the module's, where `attention_mask` is None.
         softcap: See `attention`.
-        **others: Of ``FlashAttentionKwargs``, the lengths of packed sequences; the rest is PyTorch's or the model's.
+        **others: ``s_aux``, the sinks of gpt-oss and its like, (Hq); of ``FlashAttentionKwargs``, the lengths of packed
+            sequences; the rest is PyTorch's or the model's.
 
     Returns:
         (B, Sq, Hq, D), and None.
@@ -276,6 +277,8 @@ def attention_forward(
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "softcap": softcap, **others}
         return _pytorch(module, query, key, value, attention_mask, given)
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": True, "softcap": softcap or 0.0}
+    if (sink := others.get("s_aux")) is not None:
+        options["sink"] = sink.to(query.device)
     if attention_mask is None:
         packing = _given_packing(query, key, others)
         window_size = (UNLIMITED, UNLIMITED)
@@ -327,7 +330,7 @@ def _objection(
     return unsupported(query, key, value) if mask is not None else None
 
 
-_NOT_TAKEN = ("s_aux", "position_bias", "head_mask")  # sinks, biases
+_NOT_TAKEN = ("position_bias", "head_mask")  # biases
 
 
 def _given_packing(query: torch.Tensor, key: torch.Tensor, others: Mapping[str, Any]) -> Packing | None:

@@ -6,14 +6,15 @@ into the cache. Call it where a build may happen: in `enable`, `warmup`, or when
 The differentiable operators, for the fronts:
 
 ``bwdtune::attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, window_left=-1, window_right=-1,
-bottom_right=False, softcap=0.0, deterministic=None, forward="flash") -> (out, lse)``
+bottom_right=False, softcap=0.0, deterministic=None, forward="flash", sink=None) -> (out, lse)``
 
     Attention of (B, H, S, D) tensors by one forward, with `bwdtune::backward` as the derivative. ``out`` is
-    (B, Hq, Sq, D), ``lse`` (B, Hq, Sq), fp32, natural logarithm, not differentiable and possibly not contiguous. Who
-    calls it sees to it that the forward takes the input: nothing is checked here, and nothing is cast for autocast.
-    ``window_left`` and ``window_right`` count keys before and past the diagonal, -1 for all of them; ``is_causal`` is a
-    ``window_right`` of 0. ``deterministic=None`` is PyTorch's mode at the time of the backward. The gradient cannot be
-    differentiated again: that raises a RuntimeError.
+    (B, Hq, Sq, D), ``lse`` (B, Hq, Sq), fp32, natural logarithm, differentiable and possibly not contiguous; where a
+    query sees no key it is infinite, of either sign. ``sink`` is (Hq), of any floating dtype: both results count it,
+    and it is differentiable. Who calls it sees to it that the forward takes the input: nothing is checked here, and
+    nothing is cast for autocast. ``window_left`` and ``window_right`` count keys before and past the diagonal, -1 for
+    all of them; ``is_causal`` is a ``window_right`` of 0. ``deterministic=None`` is PyTorch's mode at the time of the
+    backward. The gradient cannot be differentiated again: that raises a RuntimeError.
 
     ``forward`` is one of
 
@@ -39,7 +40,8 @@ bottom_right=False, softcap=0.0, deterministic=None, forward="flash") -> (out, l
 
 ``bwdtune::backward`` and ``bwdtune::backward_varlen`` take what these have saved: the kernel that `dispatch.choose`
 names for the problem, else PyTorch's backward of that forward. Gradients have the strides of `torch.empty_like` of
-their inputs.
+their inputs. Their last two arguments are the gradient of ``lse`` and the sinks, their last result is the gradient of
+these, of no elements where there are none.
 """
 
 from __future__ import annotations

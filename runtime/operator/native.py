@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...gen.errors import BwdtuneError
-from ...gen.problem import Problem
+from ...gen.problem import FLAGS, Problem
 from .. import dispatch
 from ..dispatch import Choice, notices
 from ..kernel import Kernel
@@ -21,7 +21,6 @@ from .aten import AtenBackward
 
 _DTYPES = ("bf16", "fp16")
 _SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "head_dim")
-_FLAGS = ("bottom_right", "softcap", "varlen", "deterministic")
 
 DEVICE_TYPES = ["cuda"]
 """Whose tensors kernels are chosen for. Tests add the CPU."""
@@ -31,7 +30,7 @@ class _Problem(ctypes.Structure):
     """`bwdtune::Problem`."""
 
     _fields_ = [
-        (name, ctypes.c_int64) for name in ("device", "fp16", *_SIZES, "causal", "window_left", "window_right", *_FLAGS)
+        (name, ctypes.c_int64) for name in ("device", "fp16", *_SIZES, "causal", "window_left", "window_right", *FLAGS)
     ]
 
     def to_problem(self) -> Problem:
@@ -41,7 +40,7 @@ class _Problem(ctypes.Structure):
             UsageError: No problem has such sizes.
         """
         sizes = {name: getattr(self, name) for name in (*_SIZES, "window_left", "window_right")}
-        flags: dict[str, Any] = {name: bool(getattr(self, name)) for name in ("causal", *_FLAGS)}
+        flags: dict[str, Any] = {name: bool(getattr(self, name)) for name in ("causal", *FLAGS)}
         return Problem(_DTYPES[self.fp16], **sizes, **flags)
 
 

@@ -18,15 +18,17 @@ _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_kv, SymInt max_seqlen_q, SymI
 _OPTIONS = f"bool is_causal=False, float? scale=None, bool enable_gqa=False, {_MASK_DEFAULTS}, bool? deterministic=None"
 _SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv)"
+_ALL_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
 
 SCHEMAS = (
-    f'attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str forward="flash") -> (Tensor out, Tensor lse)',
+    f'attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str forward="flash", Tensor? sink=None) '
+    "-> (Tensor out, Tensor lse)",
     f"attention_varlen(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_OPTIONS}, "
-    'str forward="flash") -> (Tensor out, Tensor lse)',
+    'str forward="flash", Tensor? sink=None) -> (Tensor out, Tensor lse)',
     f"backward({_SAVED}, Tensor? seed, Tensor? offset, bool is_causal, float scale, {_MASK}, bool? deterministic, "
-    f"str forward) -> {_GRADIENTS}",
+    f"str forward, Tensor? dlse, Tensor? sink) -> {_ALL_GRADIENTS}",
     f"backward_varlen({_SAVED}, Tensor? seed, Tensor? offset, {_LENGTHS}, bool is_causal, float scale, {_MASK}, "
-    f"bool? deterministic, str forward) -> {_GRADIENTS}",
+    f"bool? deterministic, str forward, Tensor? dlse, Tensor? sink) -> {_ALL_GRADIENTS}",
     f"forward(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, {_MASK}, str forward) "
     "-> (Tensor out, Tensor lse)",
     f"forward_varlen(Tensor q, Tensor k, Tensor v, {_LENGTHS}, bool is_causal, float scale, {_MASK}, str forward) "
@@ -35,6 +37,8 @@ SCHEMAS = (
     f"-> {_GRADIENTS}",
     f"forward_varlen_backward({_SAVED}, {_LENGTHS}, bool is_causal, float scale, {_MASK}, bool deterministic, "
     f"str forward) -> {_GRADIENTS}",
+    "lse_factors(Tensor dlse, Tensor out) -> (Tensor units, Tensor terms)",
+    "sink_gradient(Tensor sink, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, Tensor? cu_seqlens_q) -> Tensor",
 )
 
 _library = Library("bwdtune", "DEF")
@@ -46,7 +50,14 @@ def _gradients(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-for _name in ("backward", "backward_varlen", "forward_backward", "forward_varlen_backward"):
+def _all_gradients(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> Any:
+    sink = others[-1]
+    return *_gradients(dout, q, *others), q.new_empty(0) if sink is None else torch.empty_like(sink)
+
+
+for _name in ("backward", "backward_varlen"):
+    torch.library.register_fake(f"bwdtune::{_name}", _all_gradients, lib=_library)
+for _name in ("forward_backward", "forward_varlen_backward"):
     torch.library.register_fake(f"bwdtune::{_name}", _gradients, lib=_library)
 
 
@@ -65,6 +76,18 @@ torch.library.register_fake("bwdtune::forward_varlen", _forward_varlen, lib=_lib
 
 def _batched_backward(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
     """A dimension more is one of the batch: (N, B, ...) as (N * B, ...)."""
+    *_, dlse, sink = arguments
+    if sink is not None:  # whose gradient is a sum over the batch
+        each = [
+            torch.ops.bwdtune.backward(
+                *(
+                    argument if dim is None else argument.select(dim, i)
+                    for argument, dim in zip(arguments, in_dims, strict=True)
+                )
+            )
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(gradients) for gradients in zip(*each, strict=True)), (0, 0, 0, 0)
 
     def flat(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         if dim is None:
@@ -76,8 +99,10 @@ def _batched_backward(info: Any, in_dims: Sequence[int | None], *arguments: Any)
     seeds = [
         seed if dim is None else seed.select(dim, 0) for seed, dim in zip(arguments[6:8], in_dims[6:8], strict=True)
     ]
-    found = torch.ops.bwdtune.backward(*tensors, *seeds, *arguments[8:])
-    return tuple(gradient.unflatten(0, (info.batch_size, -1)) for gradient in found), (0, 0, 0)
+    dlse = dlse if dlse is None else flat(dlse, in_dims[-2])
+    *found, nothing = torch.ops.bwdtune.backward(*tensors, *seeds, *arguments[8:-2], dlse, None)
+    unbatched = (*(gradient.unflatten(0, (info.batch_size, -1)) for gradient in found), nothing)
+    return unbatched, (0, 0, 0, None)
 
 
 torch.library.register_vmap("bwdtune::backward", _batched_backward, lib=_library)

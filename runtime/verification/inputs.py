@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import torch_attention
+from .. import row_features, torch_attention
 from ..features import Features
 from ..kernel import TORCH_DTYPES
 from .cases import Case
@@ -71,7 +71,9 @@ class Inputs:
         v: (B, Hkv, Skv, D).
         dout: (B, Hq, Sq, D).
         features: The window, the cap and the sequences.
-        forward: PyTorch's forward of q, k and v.
+        forward: PyTorch's forward of q, k, v and the sinks.
+        dlse: (B, Hq, Sq), fp32: the gradient of the log-sum-exp, if the problem has one.
+        sink: (Hq), fp32, if the problem has sinks.
     """
 
     q: torch.Tensor
@@ -80,6 +82,25 @@ class Inputs:
     dout: torch.Tensor
     features: Features
     forward: torch_attention.Forward
+    dlse: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+
+    def of_rows(self) -> dict[str, torch.Tensor]:
+        """What `Kernel.prepare` is given for them, dsink among it, which it writes."""
+        given = {} if self.dlse is None else {"dlse": self.dlse}
+        return given if self.sink is None else {**given, "sink": self.sink, "dsink": torch.empty_like(self.sink)}
+
+    def gradients_of(self, forward: torch_attention.Forward) -> tuple[torch.Tensor, ...]:
+        """dq, dk and dv, and with sinks dsink, by the backward of a forward of PyTorch's."""
+        found = forward.backward(self.dout, self.dlse)
+        return found if self.sink is None else (*found, self.dsink())
+
+    def dsink(self) -> torch.Tensor:
+        """The gradient of the sinks, by the output and the log-sum-exp that a kernel is given, as they are."""
+        assert self.sink is not None, "there are none"
+        starts = self.features.sequences.cu_seqlens_q if self.features.sequences else None
+        output, lse = self.forward.output, self.forward.lse
+        return row_features.sink_gradient(self.sink, output, lse, self.dout, self.dlse, starts)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
@@ -100,4 +121,12 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     INPUTS[case.inputs](q, k, v, dout)
     features = case.features(device)
     forward = torch_attention.forward(q, k, v, problem.causal, case.scale, features)
-    return Inputs(q, k, v, dout, features, forward)
+    dlse = sink = None
+    if problem.lse_grad:
+        dlse = torch.randn(q.shape[:3], device=device, generator=generator)
+    if problem.sink:
+        # Of about the size of all other scores of a row together, whatever these are.
+        seen = forward.lse.where(forward.lse.isfinite(), torch.nan).nanmean((0, 2)).nan_to_num()
+        sink = seen + torch.randn(problem.heads_q, device=device, generator=generator)
+        forward = torch_attention.forward(q, k, v, problem.causal, case.scale, features, sink=sink)
+    return Inputs(q, k, v, dout, features, forward, dlse, sink)

@@ -60,6 +60,42 @@ class HeadReference:
         return measured
 
 
+@dataclass(frozen=True, eq=False)
+class SinkReference:
+    """The exact gradient of the sinks for the output and the log-sum-exp that a kernel is given, in fp64.
+
+    Attributes:
+        dsink: (Hq).
+        terms: (Hq), the sum of the sizes of all that is summed up for each.
+    """
+
+    dsink: torch.Tensor
+    terms: torch.Tensor
+
+    def error(self, result: torch.Tensor) -> float:
+        """The largest error of a head, by its terms; infinite where one is not a number."""
+        difference = (result.double() - self.dsink).abs()
+        relative = torch.where(difference > 0, difference / self.terms, difference)
+        return float(relative.max()) if bool(relative.isfinite().all()) else math.inf
+
+
+def sink_reference(inputs: Inputs) -> SinkReference:
+    """dSink = -sum over rows of exp(sink - L) (rowsum(dO O) - dL), a head at a time."""
+    assert inputs.sink is not None, "there are none"
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    rows = slice(None)
+    if sequences := inputs.features.sequences:  # rows past the last one belong to none
+        rows = slice(int(sequences.cu_seqlens_q[0]), int(sequences.cu_seqlens_q[-1]))
+    for head, sink in enumerate(inputs.sink.double()):
+        lse = inputs.forward.lse[:, head, rows].double()
+        p = torch.exp(sink - lse).where(lse.isfinite(), 0.0)
+        products = inputs.dout[:, head, rows].double() * inputs.forward.output[:, head, rows].double()
+        dlse = torch.zeros_like(lse) if inputs.dlse is None else inputs.dlse[:, head, rows].double()
+        found.append((-(p * (products.sum(-1) - dlse)).sum(), (p * (products.abs().sum(-1) + dlse.abs())).sum()))
+    dsink, terms = (torch.stack(part) for part in zip(*found, strict=True))
+    return SinkReference(dsink, terms)
+
+
 def head_reference(case: Case, inputs: Inputs, sequence: int, head_kv: int) -> HeadReference:
     """The textbook backward of one group of heads of one sequence in fp64.
 
@@ -93,9 +129,13 @@ def head_reference(case: Case, inputs: Inputs, sequence: int, head_kv: int) -> H
                 s, slope = capped * SOFTCAP, 1 - capped.square()
             positions = torch.arange(block.start, block.stop, device=k.device)[:, None]
             s.masked_fill_((columns < positions + low) | (columns > positions + high), -math.inf)
-            p = s.softmax(-1).nan_to_num(0.0)  # of a row that sees no key
+            if inputs.sink is not None:
+                s = torch.cat([s, inputs.sink[heads][head].double().expand(s.shape[0], 1)], -1)
+            p = s.softmax(-1).nan_to_num(0.0)[:, :seqlen_kv]  # of a row that sees no key
             dp = dout @ v.mT
             delta = (dout * (p @ v)).sum(-1, keepdim=True)
+            if inputs.dlse is not None:
+                delta -= inputs.dlse[batch, heads, rows][head, block, None].double()
             ds = p * (dp - delta) * slope * scale
             ds_squares = (p * slope * scale).square() * (dp.square() + delta.square())
             dq[head, block] = ds @ k

@@ -14,12 +14,14 @@ from ...gen.problem import Problem
 from ..kernel import Kernel, KernelError
 from .cases import Case, cases
 from .inputs import Inputs, make_inputs
-from .reference import GRADIENTS, Errors, HeadReference, head_reference
+from .reference import GRADIENTS, Errors, HeadReference, SinkReference, head_reference, sink_reference
 
 _ERROR_FACTOR = 2.0  # the relative error may be so many times PyTorch's own ...
 _ERROR_FLOOR = 0.25  # ... plus so many rounding steps of the dtype
 _WORST_FACTOR = 4.0  # the same for the worst single element, whose extremes vary more
 _WORST_FLOOR = 2.0
+
+_SINK_ERROR = 2.0**-15  # of dsink, by the terms that are summed up in fp32
 
 _NEAR = 2.0  # an error that is less than so many times its limit may be over it by chance ...
 _DRAWS = 16  # ... and is judged on so many inputs of its case, by root mean squares: both kernels' errors are random
@@ -38,6 +40,7 @@ class _Prepared:
     inputs: Inputs
     heads: tuple[HeadReference, ...]
     torch_errors: Errors
+    sinks: SinkReference | None
 
 
 class Verifier:
@@ -105,7 +108,8 @@ def _prepare(case: Case, inputs: Inputs) -> _Prepared:
     every = itertools.product(range(last[0] + 1), range(last[1] + 1))
     checked = every if case.every_head else sorted({(0, 0), last})
     heads = tuple(head_reference(case, inputs, sequence, head) for sequence, head in checked)
-    return _Prepared(case, inputs, heads, _worst_errors(heads, inputs.forward.backward(inputs.dout)))
+    torch_errors = _worst_errors(heads, inputs.forward.backward(inputs.dout, inputs.dlse))
+    return _Prepared(case, inputs, heads, torch_errors, sink_reference(inputs) if case.problem.sink else None)
 
 
 def _worst_errors(heads: tuple[HeadReference, ...], results: tuple[torch.Tensor, ...]) -> Errors:
@@ -122,22 +126,28 @@ def _judge(kernel: Kernel, prepared: Iterable[_Prepared]) -> VerificationRecord:
     reasons: list[str] = []
     for one in prepared:
         try:
-            results = _run(kernel, one)
+            everything = _run(kernel, one)
             if kernel.info.deterministic:
                 for _ in range(_REPEATS):
-                    _refuse_other_bits(results, _run(kernel, one))
+                    _refuse_other_bits(everything, _run(kernel, one))
+            results = everything[: len(GRADIENTS)]
             measured, torch_errors = _worst_errors(one.heads, results), one.torch_errors
             faults = list(_faults(results, measured, torch_errors))
             # At real sizes too many terms are summed up for chance.
             if faults and one.case.every_head and all(fault.excess < _NEAR for fault in faults):
                 measured, torch_errors = _errors_over_draws(kernel, one, measured)
                 faults = list(_faults(results, measured, torch_errors))
+            sink_error = one.sinks.error(everything[-1]) if one.sinks else 0.0
         except (KernelError, _Misbehaviour) as error:
             return VerificationRecord(False, math.inf, errors, f"{one.case.name}: {error}")
         errors[one.case.name] = {
             **{name: relative for name, (relative, _) in measured.items()},
             **{f"torch_{name}": relative for name, (relative, _) in torch_errors.items()},
         }
+        if one.sinks:
+            errors[one.case.name]["dsink"] = sink_error
+            if not sink_error <= _SINK_ERROR:
+                faults.append(_Fault(f"the error of dsink is {sink_error:.2g} of its terms", math.inf))
         reasons += (f"{one.case.name}: {fault.reason}" for fault in faults)
     max_error = max(case_errors[name] for case_errors in errors.values() for name in GRADIENTS)
     return VerificationRecord(not reasons, max_error, errors, reasons[0] if reasons else "")
@@ -181,7 +191,8 @@ def _errors_over_draws(kernel: Kernel, one: _Prepared, measured: Errors) -> tupl
     for draw in range(1, _DRAWS):
         case = replace(one.case, draw=one.case.draw + draw)
         again = _prepare(case, make_inputs(case, one.inputs.q.device))
-        drawn.append((_worst_errors(again.heads, _run(kernel, again)), again.torch_errors))
+        results = _run(kernel, again)[: len(GRADIENTS)]
+        drawn.append((_worst_errors(again.heads, results), again.torch_errors))
     ours, theirs = (_root_mean_square(errors) for errors in zip(*drawn, strict=True))
     return ours, theirs
 
@@ -198,7 +209,7 @@ class _Misbehaviour(Exception):
 
 
 def _refuse_other_bits(first: tuple[torch.Tensor, ...], again: tuple[torch.Tensor, ...]) -> None:
-    for name, a, b in zip(GRADIENTS, first, again, strict=True):
+    for name, a, b in zip((*GRADIENTS, "dsink"), first, again, strict=False):
         if not torch.equal(a.view(torch.int16), b.view(torch.int16)):
             raise _Misbehaviour(f"its {name} has other bits at another call, and it was to be deterministic")
 
@@ -208,8 +219,10 @@ def _run(kernel: Kernel, one: _Prepared) -> tuple[torch.Tensor, ...]:
     inputs = one.inputs
     kept = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout}
     kept |= {"o": inputs.forward.output, "lse": inputs.forward.lse}
+    kept |= {name: tensor for name, tensor in inputs.of_rows().items() if name != "dsink"}
     given = {name: tensor.clone() for name, tensor in kept.items()}  # the next candidate's inputs are out of reach
-    outputs = {name: _Guarded.like(given[name[1:]]) for name in GRADIENTS}
+    names = GRADIENTS if inputs.sink is None else (*GRADIENTS, "dsink")
+    outputs = {name: _Guarded.like(given[name[1:]]) for name in names}
     sizes = one.case.problem
     workspace = _Guarded.flat(
         kernel.workspace_bytes(

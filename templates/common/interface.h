@@ -3,13 +3,17 @@
  * With P = softmax(scale * q k^T + mask) and o = P v, it computes dq, dk and dv from q, k, v, o, dout and the
  * log-sum-exp of the forward pass. With a cap, softcap * tanh(scale * q k^T / softcap) replaces scale * q k^T. A query
  * that sees no key has a gradient of zero and adds nothing. It allocates nothing and synchronises nothing: everything is
- * enqueued on `stream`, so it may be captured into a CUDA graph. */
+ * enqueued on `stream`, so it may be captured into a CUDA graph.
+ *
+ * With a sink, each query head has one more score, `sink`, in the softmax of all of its rows, whose probability goes to no
+ * value: the log-sum-exp counts it, and its gradient is dsink = -sum over rows of exp(sink - lse) delta, with delta =
+ * rowsum(dout o). With a gradient of the log-sum-exp, dlse, delta is lessened by it. */
 #ifndef BWDTUNE_INTERFACE_H
 #define BWDTUNE_INTERFACE_H
 
 #include <stdint.h>
 
-#define BWDTUNE_ABI_VERSION 3
+#define BWDTUNE_ABI_VERSION 4
 
 /* The keys that a query sees. Query i lies at key i; in a library with `bottom_right` at key i + seqlen_kv - seqlen_q of its
  * sequence. */
@@ -65,6 +69,9 @@ typedef struct bwdtune_arguments {
   int64_t positions_kv;        /* rows of k in all */
   float softcap;               /* read with softcap; positive */
   int32_t reserved;            /* 0 */
+  const float* dlse;           /* read with lse_grad: as lse */
+  const float* sink;           /* read with sink: (heads_q), natural logarithm as the scores; minus infinity is none */
+  float* dsink;                /* written with sink: (heads_q) */
 } bwdtune_arguments;
 
 typedef struct bwdtune_info {
@@ -76,6 +83,8 @@ typedef struct bwdtune_info {
   int32_t softcap;             /* 1: scores are capped */
   int32_t varlen;              /* 1: sequences of several lengths, see cu_seqlens_q */
   int32_t deterministic;       /* 1: the same bits at each call; else dq's last ones may differ */
+  int32_t lse_grad;            /* 1: reads dlse */
+  int32_t sink;                /* 1: reads sink and writes dsink */
   int32_t writes_all_rows;     /* 1: rows outside of all sequences get a dk and a dv of zero; 0: these are left as they were */
   int32_t threads;             /* of a block of the main kernel */
   int64_t shared_memory_bytes; /* of a block of the main kernel */
@@ -83,8 +92,8 @@ typedef struct bwdtune_info {
   const char* config;          /* the tuned configuration's id */
 } bwdtune_info;
 
-/* Bytes of workspace for these sizes: fp32 dq and two floats a row, in whole tiles; fp32 dk and dv where several blocks add to
- * them; and counters. Negative: an error code. Reads the sizes, and `device` where its number of SMs matters. */
+/* Bytes of workspace for these sizes: fp32 dq and two floats a row (three with sink), in whole tiles; fp32 dk and dv where
+ * several blocks add to them; and counters. Negative: an error code. Reads the sizes, and `device` where its number of SMs matters. */
 BWDTUNE_EXPORT int64_t bwdtune_workspace_bytes(const bwdtune_arguments* arguments);
 
 /* Enqueues the backward. 0: enqueued; negative: refused before anything was launched; positive: a cudaError_t. */

@@ -42,6 +42,7 @@ def main() -> None:
     square = Problem.parse("8_16_4096_128", causal=True)
     other = replace(square, heads_kv=4, seqlen_kv=8192, dtype="fp16", causal=False)
     featured = replace(square, window_left=512, bottom_right=True, softcap=True, varlen=True, deterministic=True)
+    featured = replace(featured, lse_grad=True, sink=True)
     for problem in (square, other, featured):
         search = store.begin_search(
             SearchRecord(

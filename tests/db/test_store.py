@@ -28,7 +28,7 @@ from bwdtune.db.store import Store
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.families import FAMILIES, PRESETS, Config, config_from_dict
-from bwdtune.gen.problem import ELEMENT_BYTES, Problem
+from bwdtune.gen.problem import ELEMENT_BYTES, FLAGS, Problem
 from bwdtune.gen.render import render
 
 PROBLEM = Problem.parse("8_16_4096_128", causal=True)
@@ -46,6 +46,8 @@ OTHER_PROBLEMS = {
     "softcap": True,
     "varlen": True,
     "deterministic": True,
+    "lse_grad": True,
+    "sink": True,
 }
 
 
@@ -283,7 +285,7 @@ def test_a_failed_verification_ends_a_win(any_examples: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["dtype", "head_dim", "causal", "window_left", "bottom_right", "softcap", "varlen", "deterministic"]
+    "field", ["dtype", "head_dim", "causal", "window_left", *FLAGS]
 )
 def test_a_variant_belongs_to_its_kind_of_problem(any_examples: Any, field: str) -> None:
     other = replace(any_examples.problem, **{field: OTHER_PROBLEMS[field]})
@@ -492,6 +494,8 @@ def problems(draw: st.DrawFn) -> Problem:
         softcap=draw(st.booleans()),
         varlen=draw(st.booleans()),
         deterministic=draw(st.booleans()),
+        lse_grad=draw(st.booleans()),
+        sink=draw(st.booleans()),
     )
 
 

@@ -54,6 +54,8 @@ def test_every_feature_changes_the_code() -> None:
         {"softcap": True},
         {"varlen": True},
         {"deterministic": True},
+        {"lse_grad": True},
+        {"sink": True},
     ]
     problems = [Problem.parse("8_16_4096_128", causal=True, **feature) for feature in features]
     texts = [code(problem, PRESETS["v3"]).replace(problem.kernel_spec, "") for problem in problems]

@@ -15,7 +15,7 @@ from bwdtune.gen.build.jobs import build_one
 from bwdtune.gen.families import PRESETS, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
-from bwdtune.runtime import math_attention, torch_attention
+from bwdtune.runtime import forwards, math_attention, torch_attention
 from bwdtune.runtime.features import Features, Sequences
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
@@ -86,6 +86,51 @@ def test_pytorchs_forwards_of_packed_sequences(mask: str) -> None:
     rows, keys = (sum(part) for part in zip(*LENGTHS, strict=True))
     q, k, v = draw(1, 4, rows, HEAD_DIM), draw(1, 2, keys, HEAD_DIM), draw(1, 2, keys, HEAD_DIM)
     assert_as_in_mathematics(q, k, v, causal, features)
+
+
+SINKS = torch.linspace(-1, 5, 4)
+
+
+def assert_row_features_as_in_mathematics(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, features: Features, name: str | None = None
+) -> None:
+    """With sinks, and with gradients of output and log-sum-exp, by PyTorch's own backward."""
+    sink = SINKS.to("cuda")
+    forward = torch_attention.forward(q, k, v, causal, 0.125, features, name, sink)
+    exact = torch_attention.forward(q, k, v, causal, 0.125, features, forwards.MATH, sink)
+    assert_near(forward.output, exact.output)
+    assert_near(forward.lse, exact.lse)
+    dout, dlse = torch.randn_like(q), torch.randn_like(exact.lse)
+    for ours, theirs in zip(forward.backward(dout, dlse), exact.backward(dout, dlse), strict=True):
+        assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("lengths", [(300, 300), (200, 300), (300, 200), (1, 300)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_pytorchs_forwards_with_sinks(mask: str, lengths: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    causal, features = MASKS[mask]
+    q, k, v = draw(2, 4, lengths[0], HEAD_DIM), draw(2, 2, lengths[1], HEAD_DIM), draw(2, 2, lengths[1], HEAD_DIM)
+    assert_row_features_as_in_mathematics(q, k, v, causal, features)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient"])
+def test_each_of_pytorchs_plain_forwards_with_sinks(name: str, causal: bool) -> None:
+    """They differ in the form of their log-sum-exp. 290 rows are padded to 320 by one of them."""
+    torch.manual_seed(0)
+    q, k, v = (draw(2, 4, 290, HEAD_DIM) for _ in range(3))
+    assert_row_features_as_in_mathematics(q, k, v, causal, Features(), name)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_pytorchs_forwards_of_packed_sequences_with_sinks(mask: str) -> None:
+    torch.manual_seed(0)
+    causal, features = MASKS[mask]
+    features = Features(features.window, features.bottom_right, features.softcap, sequences(LENGTHS))
+    rows, keys = (sum(part) for part in zip(*LENGTHS, strict=True))
+    q, k, v = draw(1, 4, rows, HEAD_DIM), draw(1, 2, keys, HEAD_DIM), draw(1, 2, keys, HEAD_DIM)
+    assert_row_features_as_in_mathematics(q, k, v, causal, features)
 
 
 def kernel(problem: Problem) -> Kernel:
@@ -177,4 +222,52 @@ def test_attention_uses_the_winner(
     wide = [tensor.detach().float().requires_grad_() for tensor in inputs]
     reference = bwdtune.attention(*wide, enable_gqa=True, **OPTIONS[name])
     for ours, theirs in zip(found, torch.autograd.grad(reference, wide, dout.float()), strict=True):
+        assert_near(ours, theirs)
+
+
+def textbook(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    s = q @ k.mT * HEAD_DIM**-0.5
+    if sink is not None:
+        s = torch.cat([s, sink[:, None, None].expand(*s.shape[:3], 1)], -1)
+    return s.softmax(-1)[..., : k.shape[2]] @ v, s.logsumexp(-1)
+
+
+def merged(*parts: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ring attention merges what it has for parts of the keys."""
+    (first, first_lse), (second, second_lse) = parts
+    lse = torch.logaddexp(first_lse, second_lse)
+    weights = ((part - lse).exp()[..., None] for part in (first_lse, second_lse))
+    return first.float() * next(weights) + second.float() * next(weights), lse
+
+
+@pytest.mark.parametrize(
+    "found_for", ["the problem", "the plain problem", ""], ids=lambda found_for: found_for or "none"
+)
+def test_halves_that_are_merged_have_the_gradients_of_the_whole(
+    store_winner: Callable[..., None], found_for: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of an odd length, with sinks and without; the plain problem's winner is verified before it serves."""
+    halves = (slice(0, 101), slice(101, 333))
+    for keys, features in zip(halves, ({"lse_grad": True, "sink": True}, {"lse_grad": True}), strict=True):
+        problem = Problem("bf16", 2, 4, 4, 333, keys.stop - keys.start, HEAD_DIM, **features)
+        if found_for:
+            stored = problem if found_for == "the problem" else problem.without_row_features
+            store_winner(stored, PRESETS["v3"], device=current_device())
+    torch.manual_seed(0)
+    q, k, v = (draw(2, 4, 333, HEAD_DIM).requires_grad_() for _ in range(3))
+    sink = SINKS.to("cuda").requires_grad_()
+    before = bwdtune.stats(reset=True)
+    output, lse = merged(
+        bwdtune.attention(q, k[:, :, halves[0]], v[:, :, halves[0]], sink=sink, return_lse=True),
+        bwdtune.attention(q, k[:, :, halves[1]], v[:, :, halves[1]], return_lse=True),
+    )
+    dout, dlse = torch.randn_like(output), torch.randn_like(lse)
+    inputs = (q, k, v, sink)
+    found = torch.autograd.grad((output, lse), inputs, (dout, dlse))
+    assert sum(bwdtune.stats().launches.values()) == (2 if found_for else 0), (before, caplog.text)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = torch.autograd.grad(textbook(*wide), wide, (dout.double(), dlse.double()))
+    for ours, theirs in zip(found, expected, strict=True):
         assert_near(ours, theirs)

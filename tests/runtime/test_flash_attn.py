@@ -54,10 +54,28 @@ def test_packed(options: dict[str, Any]) -> None:
     assert torch.equal(output, expected)
 
 
+def test_the_log_sum_exp_is_returned_in_the_place_of_probabilities() -> None:
+    """As FlashAttention does without dropout, which returns no probabilities then."""
+    inputs = [draw(2, 9, 4, 8, seed=0), draw(2, 5, 2, 8, seed=1), draw(2, 5, 2, 8, seed=2)]
+    output, lse, probabilities = flash_attn_func(*inputs, causal=True, return_attn_probs=True)
+    assert torch.equal(output, flash_attn_func(*inputs, causal=True))
+    assert output.is_contiguous()
+    q, k, _ = (tensor.transpose(1, 2) for tensor in inputs)
+    scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
+    seen = torch.arange(5) <= torch.arange(9)[:, None] - 4
+    assert torch.allclose(lse, scores.masked_fill(~seen, -torch.inf).logsumexp(-1))
+    assert (lse[:, :, :4] == -torch.inf).all(), "these see no key"
+    assert probabilities is None
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    rows = [tensor[0, :5] for tensor in inputs]
+    output, lse, probabilities = flash_attn_varlen_func(*rows, starts, starts, 5, 5, return_attn_probs=True)
+    assert torch.allclose(lse, scores[0, :, :5].logsumexp(-1))
+    assert (output.shape, probabilities) == (rows[0].shape, None)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 0.1}, "dropout_p is 0.1: no kernel drops probabilities"),
     ({"alibi_slopes": torch.zeros(2)}, "alibi_slopes is given: no kernel adds biases"),
-    ({"return_attn_probs": True}, "return_attn_probs is True: no kernel stores probabilities"),
     ({"window_size": (-2, 0)}, "window_size is"),
 ]
 

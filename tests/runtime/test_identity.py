@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,11 @@ def test_a_build_for_the_cpu_is_known_by_its_text() -> None:
     assert Identity("other", None, "13.0.88").standing(variant) is Standing.OTHER
 
 
+def test_what_has_more_before_its_main_kernel_is_never_known_already() -> None:
+    for variant in (library("a", "13.0.88"), library(None, "g++ 12.2.0", arch="host")):
+        assert Identity(TEXT.hash, "a", "13.0.88", stands_in=True).standing(variant) is Standing.UNPROVEN
+
+
 class TestAnotherCompiler:
     """Its code is verified once, and never by `find`, which others wait for."""
 
@@ -106,6 +112,18 @@ class TestAnotherCompiler:
         assert isinstance(builds.find(self.WANTED), Kernel)
         assert isinstance(builds.make([self.WANTED])[self.WANTED].kernel, Kernel)
         assert not self.verified
+
+    def test_what_stands_in_for_another_is_verified_too(self) -> None:
+        """With gradients of the log-sum-exp and sinks; what it was measured by says nothing of its text."""
+        problem = replace(PROBLEM, lse_grad=True, sink=True)
+        wanted = Build(problem, PRESETS["v1"], Identity("a plain problem's", None, "13.1.4", stands_in=True), "sm_90a")
+        assert builds.find(wanted) is None
+        self.will_be = Verdict(False, "dsink is wrong")
+        assert builds.make([wanted])[wanted].kernel == (
+            "it was timed without the gradient of the log-sum-exp or the sinks, and is wrong: dsink is wrong"
+        )
+        self.will_be = Verdict(True)
+        assert isinstance(builds.make([wanted])[wanted].kernel, Kernel)
 
     @pytest.mark.parametrize("before", [False, True])
     def test_it_is_not_used_where_it_is_wrong(self, before: bool) -> None:

@@ -111,6 +111,8 @@ void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv) {
       const float *q_row = &q[i * HEAD_DIM], *dout_row = &dout[i * HEAD_DIM];
       float delta = 0;
       for (int d = 0; d < HEAD_DIM; d++) delta += o[i * HEAD_DIM + d] * dout_row[d];
+      if (LSE_GRAD && std::isfinite(lse[i])) delta -= a.dlse[lse + i - a.lse];
+      if (SINK && std::isfinite(lse[i])) a.dsink[head_q] -= std::exp(a.sink[head_q] - lse[i]) * delta;
       std::fill(dq_row.begin(), dq_row.end(), 0.f);
       int64_t begin = 0, end = skv;
       if (MASK == BWDTUNE_MASK_CAUSAL) end = std::min(i + diagonal + 1, skv);
@@ -176,6 +178,7 @@ int bwdtune_backward(const bwdtune_arguments* a) {
   for (int64_t head_q = 0; VARLEN && head_q < a->heads_q; head_q++)  // rows that are in no sequence too
     for (int64_t i = 0; i < a->positions_q; i++)
       for (int d = 0; d < HEAD_DIM; d++) Rows(a->dq, 0, head_q).set(i, d, 0);
+  if (SINK) std::fill(a->dsink, a->dsink + a->heads_q, 0.f);
   for (int64_t batch = 0; batch < a->batch; batch++)
     for (int64_t head_kv = 0; head_kv < a->heads_kv; head_kv++) head(*a, batch, head_kv);
   if (FAULT == READS_THE_WORKSPACE) {
@@ -204,6 +207,8 @@ int bwdtune_get_info(bwdtune_info* info) {
   info->softcap = SOFTCAP;
   info->varlen = VARLEN;
   info->deterministic = DETERMINISTIC;
+  info->lse_grad = LSE_GRAD;
+  info->sink = SINK;
   info->writes_all_rows = !VARLEN;
   info->threads = 128;
   info->shared_memory_bytes = 81920;

@@ -33,7 +33,7 @@ def stub_library(
     causal: bool = False,
     mask: str = "",
     fault: str = "NONE",
-    abi_version: int = 3,
+    abi_version: int = 4,
     **flags: bool,
 ) -> Path:
     """A shared library of the kernels' interface, compiled once in a test run.

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import feature_matrix
@@ -328,6 +329,43 @@ def test_many_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel.load(library_of(problem, PRESETS[name]))
     record = Verifier("cpu").verify_on([Case(problem, "normal", lengths=tuple(lengths))], kernel)
     assert record.passed, record.reason
+
+
+@pytest.mark.parametrize("preset", ["v3", "t64", "w64lag"])
+def test_queries_outside_of_all_sequences_add_nothing_to_the_gradient_of_sinks(preset: str) -> None:
+    problem = Problem("bf16", 2, 4, 2, 40, 40, 64, causal=True, varlen=True, lse_grad=True, sink=True)
+    kernel = Kernel.load(library_of(problem, PRESETS[preset]))
+    case = Case(problem, "normal", lengths=((20, 30), (40, 40)))
+    inputs = make_inputs(case, torch.device("cpu"))
+    tensors = [inputs.q, inputs.k, inputs.v, inputs.forward.output, inputs.dout, inputs.forward.lse]
+    exact = backward(kernel, *tensors, case.scale, inputs.features, dlse=inputs.dlse, sink=inputs.sink)[-1]
+    before, after = 16, 8
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        sides = (0, 0, before, after) if tensor.dim() == 4 else (before, after)
+        return torch.nn.functional.pad(tensor, sides, value=3.0)
+
+    q, k, v, output, dout, lse = tensors
+    assert inputs.features.sequences
+    assert inputs.dlse is not None
+    starts = inputs.features.sequences.cu_seqlens_q + before
+    features = replace(inputs.features, sequences=replace(inputs.features.sequences, cu_seqlens_q=starts))
+    rows = [moved(tensor) for tensor in (q, output, dout, lse, inputs.dlse)]
+    run = partial(
+        backward, kernel, rows[0], k, v, rows[1], rows[2], rows[3], case.scale, dlse=rows[4], sink=inputs.sink
+    )
+    assert torch.allclose(run(features)[-1], exact, rtol=1e-5)
+    # Nor do rows past the length that the longest sequence is said to have.
+    shorter = replace(features, sequences=replace(features.sequences, seqlen_q=20))
+    for tensor in rows:
+        tensor.narrow(2, before + 40, 20).fill_(math.nan)
+    short = [tensor[:, :, :40] for tensor in (q, output, dout, lse, inputs.dlse)]
+    starts = torch.tensor([0, 20, 40], dtype=torch.int32)
+    as_short = replace(inputs.features, sequences=replace(inputs.features.sequences, cu_seqlens_q=starts))
+    alone = backward(
+        kernel, short[0], k, v, short[1], short[2], short[3], case.scale, as_short, dlse=short[4], sink=inputs.sink
+    )
+    assert torch.allclose(run(shorter)[-1], alone[-1], rtol=1e-5)
 
 
 def library_of(problem: Problem, config: Config) -> Path:

@@ -693,6 +693,28 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     ),
 }
 
+ROWS_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, lse_grad=True, sink=True)
+ROW_MUTATIONS: dict[str, tuple[str, str, str]] = {
+    "the gradient of L is added to delta": ("v3", "delta -= ptx::load_global(dlse", "delta += ptx::load_global(dlse"),
+    "another row's gradient of L": ("w64lag", "ptx::load_global(dlse + row)", "ptx::load_global(dlse + row / 2 * 2)"),
+    "the gradient of L of another head": (
+        "t64",
+        "delta_of(head_index * arguments.seqlen + place.position",
+        "delta_of(place.position",
+    ),
+    "one sink for all heads": ("v3", "ptx::load_global(sink + head)", "ptx::load_global(sink)"),
+    "dSink with the wrong sign": ("w64lag", "0.0f : -expf(", "0.0f : expf("),
+    "dSink of the first batch alone": ("v3", "batch < arguments.batch", "batch < 1"),
+    "the last row adds nothing to dSink": ("t64", "if (position < end)", "if (position + 1 < end)"),
+    "a warp that adds nothing to dSink": ("v3", "of_warps + thread * 16", "of_warps + thread / 2 * 32"),
+    "no room for what dSink is summed up of": ("w64lag", "sink_terms = take(sink_bytes(a))", "sink_terms = take(0)"),
+    "warps' sums that are read too early": (
+        "v3",
+        "make_float4(sums[0], sums[1], sums[2], sums[3]));\n  ptx::sync_threads();",
+        "make_float4(sums[0], sums[1], sums[2], sums[3]));",
+    ),
+}
+
 
 def without_comments(text: str) -> str:
     """The code alone, its layout kept: what a fault is planted in does not depend on what a comment says."""
@@ -725,8 +747,12 @@ def mutated_sources() -> dict[str, Source]:
         for name, change in changes.items():
             wgmma[name] = mutated(name, *change, PRESETS[preset], SPLIT_ACCUMULATORS_PROBLEM)
     dq = {name: mutated(name, *change, config, problem) for name, (config, problem, *change) in DQ_MUTATIONS.items()}
+    rows = {
+        name: mutated(name, old, new, PRESETS[preset], ROWS_PROBLEM)
+        for name, (preset, old, new) in ROW_MUTATIONS.items()
+    }
     plain = {name: mutated(name, *change) for name, change in MUTATIONS.items()}
-    return plain | transposed | featured | split | wgmma | dq
+    return plain | transposed | featured | split | wgmma | dq | rows
 
 
 PROBLEMS_OF_MUTATIONS = {
@@ -735,6 +761,7 @@ PROBLEMS_OF_MUTATIONS = {
     **dict.fromkeys(WGMMA_MUTATIONS, WGMMA_PROBLEM),
     **dict.fromkeys(PACKED_WGMMA_MUTATIONS, PACKED_PROBLEM),
     **dict.fromkeys([*SPLIT_ACCUMULATORS_MUTATIONS, *SPLIT_BULK_MUTATIONS], SPLIT_ACCUMULATORS_PROBLEM),
+    **dict.fromkeys(ROW_MUTATIONS, ROWS_PROBLEM),
     **{name: problem for name, (_, problem, *_) in DQ_MUTATIONS.items()},
 }
 

@@ -76,6 +76,13 @@ FEATURED = [
         Problem.parse("8_16_2_4096_64", window_left=50, window_right=20, bottom_right=True, varlen=True),
         "wgmma_q128_f1_l1_v0_r0_m0_c1_h8_u0",
     ),
+    (Problem.parse("8_16_4096_72", causal=True, bottom_right=True, lse_grad=True), "v3"),
+    (Problem.parse("8_16_4096_72", window_left=50, varlen=True, sink=True), OTHERS[0]),
+    (Problem.parse("8_16_4096_40", causal=True, bottom_right=True, varlen=True, sink=True, lse_grad=True), "t64"),
+    (Problem.parse("8_16_4096_72", window_left=50, bottom_right=True, lse_grad=True), "w64"),
+    (Problem.parse("8_16_4096_96", causal=True, sink=True, lse_grad=True), "w64"),
+    (Problem.parse("8_16_4096_64", sink=True), "w64conv"),
+    (Problem.parse("8_16_4096_96", causal=True, varlen=True, sink=True), "w64lag"),
 ]
 
 # racecheck takes an arrival at an mbarrier for that of the arriving lane alone, although a __syncwarp before it put all

@@ -138,6 +138,12 @@ def _problem(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Gradients have the same bits on every run.")
     ] = False,
+    lse_grad: Annotated[
+        bool, typer.Option("--lse-grad", help="The log-sum-exp is a second output, into which a gradient flows.")
+    ] = False,
+    sink: Annotated[
+        bool, typer.Option("--sink", help="Each query head has a learnable sink: a score whose probability is lost.")
+    ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="bf16 or fp16.")] = "bf16",
 ) -> Problem:
     """The problem that these options describe."""
@@ -159,6 +165,8 @@ def _problem(
         softcap=softcap,
         varlen=varlen,
         deterministic=deterministic,
+        lse_grad=lse_grad,
+        sink=sink,
         lengths_as=_read_lengths(lengths),
     )
     if not lengths:

@@ -98,9 +98,12 @@ class Check:
         for gradient in _GRADIENTS:
             table.add_column(gradient, justify="right")
             table.add_column("PyTorch", justify="right")
+        names = [name for gradient in _GRADIENTS for name in (gradient, f"torch_{gradient}")]
+        if self.problem.sink:
+            table.add_column("dsink", justify="right")
+            names.append("dsink")
         for record in self.records:
             for case, errors in record.errors.items():
-                names = [name for gradient in _GRADIENTS for name in (gradient, f"torch_{gradient}")]
                 table.add_row(case, *(f"{errors[name]:.2e}" if name in errors else "-" for name in names))
         return table
 

@@ -41,14 +41,17 @@ def prepared(name: str, problem: Problem, inputs: Inputs, direction: str) -> Cal
     from ...runtime import torch_attention
 
     attention = _ours(problem, inputs) if name == BEST else _pytorchs(name, problem, inputs)
-    q, k, v = (tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
+    tensors = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+    if inputs.sink is not None:
+        tensors.append(inputs.sink.detach().requires_grad_())
+    gradients = (inputs.dout,) if inputs.dlse is None else (inputs.dout, inputs.dlse)
 
     def run() -> None:
         mode = torch_attention.deterministic_algorithms() if problem.deterministic else contextlib.nullcontext()
         with torch.enable_grad(), mode:
-            output = attention(q, k, v)
+            outputs = attention(*tensors)
             if direction == BOTH:
-                torch.autograd.grad(output, (q, k, v), inputs.dout)
+                torch.autograd.grad(outputs, tensors, gradients)
 
     return run
 
@@ -72,22 +75,22 @@ def wait_for_kernels() -> None:
     os.environ["BWDTUNE_ON_MISS"] = "wait"
 
 
-def _pytorchs(name: str, problem: Problem, inputs: Inputs) -> Callable[..., torch.Tensor]:
+def _pytorchs(name: str, problem: Problem, inputs: Inputs) -> Callable[..., tuple[torch.Tensor, ...]]:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if not inputs.features.plain:
+    if not inputs.features.plain or problem.lse_grad or problem.sink:
         raise UsageError(f"PyTorch's function has no {problem.features_label}")
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == FLASH else contextlib.nullcontext():
             grouped = problem.heads_q != problem.heads_kv
-            return F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=grouped)
+            return (F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=grouped),)
 
     return call
 
 
-def _ours(problem: Problem, inputs: Inputs) -> Callable[..., torch.Tensor]:
+def _ours(problem: Problem, inputs: Inputs) -> Callable[..., tuple[torch.Tensor, ...]]:
     from ...runtime.attention import attention, attention_varlen
 
     features = inputs.features
@@ -98,15 +101,27 @@ def _ours(problem: Problem, inputs: Inputs) -> Callable[..., torch.Tensor]:
         "alignment": BOTTOM_RIGHT if features.bottom_right else TOP_LEFT,
         "softcap": features.softcap,
         "deterministic": problem.deterministic,
+        "return_lse": problem.lse_grad,
     }
     sequences = features.sequences
     if sequences is None:
-        return lambda q, k, v: attention(q, k, v, **options)
+
+        def whole(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, ...]:
+            found = attention(q, k, v, sink=sink, **options)
+            return found if problem.lse_grad else (found,)
+
+        return whole
     options.update(cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_kv=sequences.cu_seqlens_kv)
     options.update(max_seqlen_q=sequences.seqlen_q, max_seqlen_kv=sequences.seqlen_kv)
 
-    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def packed(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
-        return attention_varlen(q, k, v, **options).transpose(0, 1)[None]
+        found = attention_varlen(q, k, v, sink=sink, **options)
+        output, *lse = found if problem.lse_grad else (found,)
+        return output.transpose(0, 1)[None], *(rows[None] for rows in lse)
 
     return packed

@@ -236,7 +236,7 @@ class _GpuBench:
                 raise KernelError(f"PyTorch has no fused backward of {problem.label}")
             tensors = inputs.q, inputs.k, inputs.v
             causal, scale = problem.causal, problem.softmax_scale
-            forward = torch_attention.forward(*tensors, causal, scale, inputs.features, default)
+            forward = torch_attention.forward(*tensors, causal, scale, inputs.features, default, inputs.sink)
         elif inputs.features.plain:
             forward = PEERS[name].forward(inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
         elif name == "fa" and (flash := self._default(problem, inputs)) in (FLASH, FLASH_WINDOW):
@@ -247,7 +247,7 @@ class _GpuBench:
 
         def run() -> None:
             with self._modes(problem):
-                forward.backward(inputs.dout)
+                inputs.gradients_of(forward)
 
         run()
         torch.cuda.synchronize(self._device)
@@ -259,6 +259,7 @@ class _Arena:
 
     def __init__(self, problem: Problem, inputs: Inputs) -> None:
         self._problem, self._inputs = problem, inputs
+        self._of_rows = inputs.of_rows()
         self._outputs = [torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v)]
         self._workspace = torch.empty(0, dtype=torch.uint8, device=inputs.q.device)
 
@@ -280,12 +281,16 @@ class _Arena:
             scale=problem.softmax_scale,
             features=inputs.features,
             workspace=self._workspace,
+            **self._of_rows,
         )
         return Timed(launch, self.poison, launch.cycles if kernel.counts_cycles else None)
 
     def poison(self) -> None:
-        for output in self._outputs:
+        for output in self._written():
             output.fill_(float("nan"))
 
     def written(self) -> bool:
-        return all(bool(output.isfinite().all()) for output in self._outputs)
+        return all(bool(output.isfinite().all()) for output in self._written())
+
+    def _written(self) -> list[torch.Tensor]:
+        return [*self._outputs, *(tensor for name, tensor in self._of_rows.items() if name == "dsink")]

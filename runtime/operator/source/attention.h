@@ -14,6 +14,10 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/exp.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/logaddexp.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -27,7 +31,7 @@ using c10::SymInt;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Forwarded = std::tuple<Tensor, Tensor>;
-using MaybeTensor = std::optional<Tensor>;
+using AllGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dsink last, of no elements where there are no sinks
 using MaybeBool = std::optional<bool>;
 using MaybeDouble = std::optional<double>;
 
@@ -205,6 +209,24 @@ inline Forward forward(
   return {out, lse};
 }
 
+// (B, Hq, Sq) of any of PyTorch's: cuDNN's has a last dimension of one, the memory-efficient kernel's rows are padded.
+inline Tensor plain_lse(const Tensor& lse, const Tensor& q, bool packed) {
+  if (packed) return lse;
+  const Tensor flat = lse.dim() == 4 ? lse.squeeze(3) : lse;
+  return flat.sym_size(2) == q.sym_size(2) ? flat : flat.narrow_symint(2, 0, q.sym_size(2));
+}
+
+// Has a forward's results, which it alone holds, count a sink: `runtime.row_features.add_sink`.
+inline void add_sink(const Forward& result, const Tensor& q, const Tensor& sink, bool packed) {
+  const Tensor lse = plain_lse(result.lse, q, packed);
+  const Tensor wide = sink.scalar_type() == lse.scalar_type() ? sink : sink.to(lse.scalar_type());
+  const Tensor scores = wide.unsqueeze(1), seen = at::isfinite(lse);
+  const Tensor with_sink = at::where(seen, at::logaddexp(lse, scores), scores);
+  const Tensor left = at::where(seen, at::exp(lse.sub(with_sink)), 0.0);
+  result.out.mul_((packed ? left.t() : left).unsqueeze(-1));
+  lse.copy_(with_sink);
+}
+
 inline Gradients pytorch_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const Packed& packed, const Mask& mask, bool repeatable,
@@ -235,15 +257,47 @@ inline Tensor laid_out(Tensor gradient, const Tensor& input) {
   return promised;
 }
 
-inline Gradients laid_out(Gradients found, const Tensor& q, const Tensor& k, const Tensor& v) {
-  auto& [dq, dk, dv] = found;
-  return {laid_out(std::move(dq), q), laid_out(std::move(dk), k), laid_out(std::move(dv), v)};
+// The gradients of a call: ours where a kernel is chosen for it, else PyTorch's, `theirs`, which are given dout, v and out and
+// know neither sinks nor a gradient of the log-sum-exp: `runtime.row_features` says how they come to both.
+template <class Theirs>
+AllGradients gradients(Call& call, const MaybeTensor& dlse, const MaybeTensor& sink, const Theirs& theirs) {
+  const Tensor &dout = call.dout, &q = call.q, &k = call.k, &v = call.v, &out = call.out;
+  const bool packed = call.format == Format::kTHD;
+  if (dlse) call.dlse = *dlse;
+  if (sink) {
+    call.sink = sink->to(at::kFloat).contiguous();
+    call.dsink = at::empty_like(call.sink);
+  }
+  const auto dsink_of_theirs = [&] {
+    if (!sink) return at::empty({0}, q.options());
+    static const auto python = find<Tensor(
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&)>(
+        "bwdtune::sink_gradient");
+    return python.call(
+        *sink, out, plain_lse(call.lse, q, packed), dout, dlse, packed ? MaybeTensor(call.cu_seqlens_q) : std::nullopt);
+  };
+  if (!q.numel() || !k.numel()) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), dsink_of_theirs()};
+  if (auto found = compute(call)) {
+    auto& [dq, dk, dv] = *found;
+    const Tensor dsink = sink ? call.dsink.to(sink->scalar_type()) : dsink_of_theirs();
+    return {std::move(dq), std::move(dk), std::move(dv), dsink};
+  }
+  auto [dq, dk, dv] = theirs(dout, v, out);
+  if (dlse) {
+    static const auto python = find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&)>("bwdtune::lse_factors");
+    const auto [units, terms] = python.call(packed ? dlse->t() : *dlse, out);
+    const auto [more_dq, more_dk, unused] = theirs(units, at::zeros_like(v), terms);
+    dq = dq.add(more_dq);
+    dk = dk.add(more_dk);
+  }
+  return {laid_out(std::move(dq), q), laid_out(std::move(dk), k), laid_out(std::move(dv), v), dsink_of_theirs()};
 }
 
-inline Gradients backward(
+inline AllGradients backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, bool is_causal, double scale, int64_t window_left, int64_t window_right,
-    bool bottom_right, double softcap, MaybeBool asked, c10::string_view which) {
+    bool bottom_right, double softcap, MaybeBool asked, c10::string_view which, const MaybeTensor& dlse,
+    const MaybeTensor& sink) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool repeatable = deterministic(asked);
   Call call{dout, q, k, v, out, lse};
@@ -254,17 +308,18 @@ inline Gradients backward(
   call.bottom_right = bottom_right;
   call.softcap = softcap;
   call.deterministic = repeatable;
-  if (!q.numel() || !k.numel()) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v)};
-  if (auto found = compute(call)) return *std::move(found);
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
-  return laid_out(pytorch_backward(dout, q, k, v, out, lse, seed, offset, mask, repeatable, which), q, k, v);
+  return gradients(call, dlse, sink, [&](const Tensor& dout, const Tensor& v, const Tensor& out) {
+    return pytorch_backward(dout, q, k, v, out, lse, seed, offset, mask, repeatable, which);
+  });
 }
 
-inline Gradients backward_varlen(
+inline AllGradients backward_varlen(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
     int64_t max_seqlen_q, int64_t max_seqlen_kv, bool is_causal, double scale, int64_t window_left, int64_t window_right,
-    bool bottom_right, double softcap, MaybeBool asked, c10::string_view which) {
+    bool bottom_right, double softcap, MaybeBool asked, c10::string_view which, const MaybeTensor& dlse,
+    const MaybeTensor& sink) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool repeatable = deterministic(asked);
   Call call{dout, q, k, v, out, lse};
@@ -280,11 +335,11 @@ inline Gradients backward_varlen(
   call.cu_seqlens_kv = cu_seqlens_kv;
   call.max_seqlen_q = max_seqlen_q;
   call.max_seqlen_kv = max_seqlen_kv;
-  if (!q.numel() || !k.numel()) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v)};
-  if (auto found = compute(call)) return *std::move(found);
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv};
-  return laid_out(pytorch_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, repeatable, which), q, k, v);
+  return gradients(call, dlse, sink, [&](const Tensor& dout, const Tensor& v, const Tensor& out) {
+    return pytorch_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, repeatable, which);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -329,29 +384,30 @@ inline bool needs_gradient(std::initializer_list<const Tensor*> tensors) {
       "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH");
 }
 
-using Backward = Gradients(
+using Backward = AllGradients(
     const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
-    const MaybeTensor&, bool, double, int64_t, int64_t, bool, double, MaybeBool, c10::string_view);
-using BackwardVarlen = Gradients(
+    const MaybeTensor&, bool, double, int64_t, int64_t, bool, double, MaybeBool, c10::string_view, const MaybeTensor&,
+    const MaybeTensor&);
+using BackwardVarlen = AllGradients(
     const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
     const MaybeTensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, double, int64_t, int64_t, bool, double, MaybeBool,
-    c10::string_view);
+    c10::string_view, const MaybeTensor&, const MaybeTensor&);
 
-inline Gradients call_backward(
+inline AllGradients call_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const MaybePacked& packed, const Mask& mask, MaybeBool deterministic,
-    c10::string_view which) {
+    c10::string_view which, const MaybeTensor& dlse, const MaybeTensor& sink) {
   if (packed) {
     static const auto op = find<BackwardVarlen>("bwdtune::backward_varlen");
     return op.call(
         dout, q, k, v, out, lse, seed, offset, packed->cu_seqlens_q, packed->cu_seqlens_kv, packed->max_seqlen_q,
         packed->max_seqlen_kv, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, deterministic,
-        which);
+        which, dlse, sink);
   }
   static const auto op = find<Backward>("bwdtune::backward");
   return op.call(
       dout, q, k, v, out, lse, seed, offset, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap,
-      deterministic, which);
+      deterministic, which, dlse, sink);
 }
 
 // The gradients as something that can be asked for, and not be differentiated again. PyTorch's `create_graph` is on in
@@ -362,56 +418,56 @@ struct Once : torch::autograd::Function<Once> {
   static variable_list forward(
       AutogradContext*, const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
       const Tensor& lse, const MaybeTensor& seed, const MaybeTensor& offset, const MaybePacked& packed, const Mask& mask,
-      MaybeBool deterministic, c10::string_view which) {
+      MaybeBool deterministic, c10::string_view which, const MaybeTensor& dlse, const MaybeTensor& sink) {
     OneLevel::put_back();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [dq, dk, dv] = call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which);
-    return {dq, dk, dv};
+    auto [dq, dk, dv, dsink] =
+        call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink);
+    return {dq, dk, dv, dsink};
   }
 
   static variable_list backward(AutogradContext*, const variable_list&) { differentiated_twice(); }
 };
 
-inline Gradients backward_of(
+inline AllGradients backward_of(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const MaybePacked& packed, const Mask& mask, MaybeBool deterministic,
-    c10::string_view which) {
-  if (!needs_gradient({&dout, &q, &k, &v, &out})) {
+    c10::string_view which, const MaybeTensor& dlse, const MaybeTensor& sink) {
+  const Tensor given_dlse = or_none(dlse), given_sink = or_none(sink);
+  if (!needs_gradient({&dout, &q, &k, &v, &out, &lse, &given_dlse, &given_sink})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which);
+    return call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink);
   }
-  const auto found = apply<Once>(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which);
-  return {found[0], found[1], found[2]};
+  const auto found = apply<Once>(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink);
+  return {found[0], found[1], found[2], found[3]};
 }
 
-inline Gradients backward_autograd(
+inline AllGradients backward_autograd(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, bool is_causal, double scale, int64_t window_left, int64_t window_right,
-    bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which) {
+    bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which, const MaybeTensor& dlse,
+    const MaybeTensor& sink) {
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
-  return backward_of(dout, q, k, v, out, lse, seed, offset, std::nullopt, mask, deterministic, which);
+  return backward_of(dout, q, k, v, out, lse, seed, offset, std::nullopt, mask, deterministic, which, dlse, sink);
 }
 
-inline Gradients backward_varlen_autograd(
+inline AllGradients backward_varlen_autograd(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, double scale, int64_t window_left, int64_t window_right,
-    bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which) {
+    bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which, const MaybeTensor& dlse,
+    const MaybeTensor& sink) {
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
-  return backward_of(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which);
-}
-
-// (B, Hq, Sq) of any of PyTorch's: cuDNN's has a last dimension of one, the memory-efficient kernel's rows are padded.
-inline Tensor plain_lse(const Tensor& lse, const Tensor& q, bool packed) {
-  if (packed) return lse;
-  const Tensor flat = lse.dim() == 4 ? lse.squeeze(3) : lse;
-  return flat.sym_size(2) == q.sym_size(2) ? flat : flat.narrow_symint(2, 0, q.sym_size(2));
+  return backward_of(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink);
 }
 
 inline Forward forward_of(
-    const Tensor& q, const Tensor& k, const Tensor& v, const MaybePacked& packed, const Mask& mask, c10::string_view which) {
-  return packed ? forward(q, k, v, *packed, mask, which) : forward(q, k, v, mask, which);
+    const Tensor& q, const Tensor& k, const Tensor& v, const MaybePacked& packed, const Mask& mask, c10::string_view which,
+    const MaybeTensor& sink) {
+  Forward result = packed ? forward(q, k, v, *packed, mask, which) : forward(q, k, v, mask, which);
+  if (sink) add_sink(result, q, *sink, packed.has_value());
+  return result;
 }
 
 struct Attention : torch::autograd::Function<Attention> {
@@ -419,10 +475,10 @@ struct Attention : torch::autograd::Function<Attention> {
 
   static variable_list forward(
       AutogradContext* context, const Tensor& q, const Tensor& k, const Tensor& v, const MaybePacked& packed, const Mask& mask,
-      MaybeBool deterministic, c10::string_view which) {
+      MaybeBool deterministic, c10::string_view which, const MaybeTensor& sink) {
     OneLevel::put_back();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Forward result = forward_of(q, k, v, packed, mask, which);
+    Forward result = forward_of(q, k, v, packed, mask, which, sink);
     variable_list saved = {q, k, v, result.out, result.lse};
     auto& data = context->saved_data;
     if (packed) {
@@ -430,7 +486,7 @@ struct Attention : torch::autograd::Function<Attention> {
       data["max_seqlen_q"] = packed->max_seqlen_q;
       data["max_seqlen_kv"] = packed->max_seqlen_kv;
     }
-    saved.insert(saved.end(), {or_none(result.seed), or_none(result.offset)});
+    saved.insert(saved.end(), {or_none(result.seed), or_none(result.offset), or_none(sink)});
     context->save_for_backward(std::move(saved));
     data["packed"] = packed.has_value();
     data["causal"] = mask.causal;
@@ -441,15 +497,13 @@ struct Attention : torch::autograd::Function<Attention> {
     data["softcap"] = mask.softcap;
     data["deterministic"] = deterministic;
     data["which"] = std::string(which);
-    const Tensor lse = plain_lse(result.lse, q, packed.has_value());
-    context->mark_non_differentiable({lse});
     context->set_materialize_grads(false);
-    return {result.out, lse};
+    return {result.out, plain_lse(result.lse, q, packed.has_value())};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    variable_list found(7);
-    if (!gradients[0].defined()) return found;
+    variable_list found(8);
+    if (!gradients[0].defined() && !gradients[1].defined()) return found;
     auto& data = context->saved_data;
     const auto saved = context->get_saved_variables();
     MaybePacked packed;
@@ -458,13 +512,17 @@ struct Attention : torch::autograd::Function<Attention> {
       packed = Packed{saved[5], saved[6], data["max_seqlen_q"].toSymInt(), data["max_seqlen_kv"].toSymInt()};
       used = 7;
     }
-    const auto kept = [&](size_t i) { return saved[i].defined() ? MaybeTensor(saved[i]) : std::nullopt; };
+    const auto or_nothing = [](const Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; };
+    const Tensor dout = gradients[0].defined() ? gradients[0] : at::zeros_like(saved[3]);
+    const MaybeTensor sink = or_nothing(saved[used + 2]);
     const Mask mask{data["causal"].toBool(), data["scale"].toDouble(),      data["left"].toInt(),
                     data["right"].toInt(),   data["bottom_right"].toBool(), data["softcap"].toDouble()};
     const std::string which = data["which"].toStringRef();
-    std::tie(found[0], found[1], found[2]) = call_backward(
-        gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], kept(used), kept(used + 1), packed, mask,
-        data["deterministic"].toOptional<bool>(), which);
+    Tensor dsink;
+    std::tie(found[0], found[1], found[2], dsink) = call_backward(
+        dout, saved[0], saved[1], saved[2], saved[3], saved[4], or_nothing(saved[used]), or_nothing(saved[used + 1]), packed,
+        mask, data["deterministic"].toOptional<bool>(), which, or_nothing(gradients[1]), sink);
+    if (sink) found[7] = dsink;
     return found;
   }
 };
@@ -481,54 +539,59 @@ inline Mask mask_of(
 
 inline Forwarded attention(
     const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
-    int64_t window_right, bool bottom_right, double softcap, MaybeBool, c10::string_view which) {
+    int64_t window_right, bool bottom_right, double softcap, MaybeBool, c10::string_view which, const MaybeTensor& sink) {
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
-  const Forward result = forward(q, k, v, mask, which);
+  const Forward result = forward_of(q, k, v, std::nullopt, mask, which, sink);
   return {result.out, plain_lse(result.lse, q, false)};
 }
 
 inline Forwarded attention_autograd(
     const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
-    int64_t window_right, bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which) {
-  if (!needs_gradient({&q, &k, &v})) {
+    int64_t window_right, bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which,
+    const MaybeTensor& sink) {
+  const Tensor given_sink = or_none(sink);
+  if (!needs_gradient({&q, &k, &v, &given_sink})) {
     static const auto op = find<Forwarded(
         const Tensor&, const Tensor&, const Tensor&, bool, MaybeDouble, bool, int64_t, int64_t, bool, double, MaybeBool,
-        c10::string_view)>("bwdtune::attention");
+        c10::string_view, const MaybeTensor&)>("bwdtune::attention");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(
-        q, k, v, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap, deterministic, which);
+        q, k, v, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap, deterministic, which, sink);
   }
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
-  const auto found = apply<Attention>(q, k, v, MaybePacked(), mask, deterministic, which);
+  const auto found = apply<Attention>(q, k, v, MaybePacked(), mask, deterministic, which, sink);
   return {found[0], found[1]};
 }
 
 inline Forwarded attention_varlen(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
-    int64_t window_right, bool bottom_right, double softcap, MaybeBool, c10::string_view which) {
+    int64_t window_right, bool bottom_right, double softcap, MaybeBool, c10::string_view which, const MaybeTensor& sink) {
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
-  const Forward result = forward(q, k, v, packed, mask, which);
+  const Forward result = forward_of(q, k, v, packed, mask, which, sink);
   return {result.out, result.lse};
 }
 
 inline Forwarded attention_varlen_autograd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
-    int64_t window_right, bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which) {
-  if (!needs_gradient({&q, &k, &v})) {
+    int64_t window_right, bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which,
+    const MaybeTensor& sink) {
+  const Tensor given_sink = or_none(sink);
+  if (!needs_gradient({&q, &k, &v, &given_sink})) {
     static const auto op = find<Forwarded(
         const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, MaybeDouble, bool,
-        int64_t, int64_t, bool, double, MaybeBool, c10::string_view)>("bwdtune::attention_varlen");
+        int64_t, int64_t, bool, double, MaybeBool, c10::string_view, const MaybeTensor&)>(
+        "bwdtune::attention_varlen");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(
         q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, is_causal, scale, enable_gqa, window_left,
-        window_right, bottom_right, softcap, deterministic, which);
+        window_right, bottom_right, softcap, deterministic, which, sink);
   }
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
-  const auto found = apply<Attention>(q, k, v, MaybePacked(packed), mask, deterministic, which);
+  const auto found = apply<Attention>(q, k, v, MaybePacked(packed), mask, deterministic, which, sink);
   return {found[0], found[1]};
 }
 

@@ -19,6 +19,7 @@ namespace bwdtune {
 
 using at::Tensor;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+using MaybeTensor = std::optional<Tensor>;
 
 constexpr int64_t kUnlimited = -1;
 
@@ -58,6 +59,9 @@ struct Call {
   // Of packed sequences; undefined without.
   Tensor cu_seqlens_q = {}, cu_seqlens_kv = {};
   int64_t max_seqlen_q = 0, max_seqlen_kv = 0;
+  // The gradient of the log-sum-exp, which is as that is, and sinks, (Hq) in fp32, whose gradient is written to `dsink`.
+  // Undefined without.
+  Tensor dlse = {}, sink = {}, dsink = {};
 };
 
 inline bool deterministic(std::optional<bool> asked) { return asked.value_or(at::globalContext().deterministicAlgorithms()); }
@@ -169,6 +173,8 @@ inline std::optional<Reason> problem_of(const Call& call, Problem& problem) {
       call.softcap != 0,
       varlen,
       call.deterministic,
+      call.dlse.defined(),
+      call.sink.defined(),
   };
   return problem.batch < 1 ? std::optional<Reason>(kEmpty) : std::nullopt;
 }
@@ -214,6 +220,15 @@ inline Gradients launch(Kernel& kernel, const Problem& problem, const Call& call
   Output dk(call.k, call.layout, at, arguments.dk, !kernel.writes_all_rows);
   Output dv(call.v, call.layout, at, arguments.dv, !kernel.writes_all_rows);
   arguments.lse = lse.data_ptr<float>();
+  Tensor dlse;
+  if (problem.lse_grad) {
+    dlse = call.dlse.to(at::kFloat).contiguous();
+    arguments.dlse = dlse.data_ptr<float>();
+  }
+  if (problem.sink) {
+    arguments.sink = call.sink.data_ptr<float>();
+    arguments.dsink = call.dsink.data_ptr<float>();
+  }
   arguments.batch = problem.batch;
   arguments.heads_q = problem.heads_q;
   arguments.heads_kv = problem.heads_kv;
@@ -252,6 +267,11 @@ inline Gradients launch(Kernel& kernel, const Problem& problem, const Call& call
     const char* names[5] = {"q", "k", "v", "o", "dout"};
     for (int i = 0; i < 5; i++) watch(names[i], held[i].defined() ? held[i] : *inputs[i], described[i]->data, 0);
     watch("lse", lse, arguments.lse, 0);
+    if (problem.lse_grad) watch("dlse", dlse, arguments.dlse, 0);
+    if (problem.sink) {
+      watch("sink", call.sink, arguments.sink, 0);
+      watch("dsink", call.dsink, arguments.dsink, 1);
+    }
     if (problem.varlen) {
       watch("cu_seqlens_q", cu_seqlens_q, arguments.cu_seqlens_q, 0);
       watch("cu_seqlens_kv", cu_seqlens_kv, arguments.cu_seqlens_kv, 0);

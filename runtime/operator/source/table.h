@@ -35,6 +35,8 @@ struct Problem {
   int64_t softcap;
   int64_t varlen;
   int64_t deterministic;
+  int64_t lse_grad;
+  int64_t sink;
 
   bool operator==(const Problem& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 

@@ -164,6 +164,21 @@ def test_other_kinds_and_other_cards() -> None:
     assert not select(own, blackwell)
 
 
+def test_what_is_asked_of_rows_besides_has_the_winner_of_the_same_main_kernel() -> None:
+    """At its own size also before one that was found with it elsewhere."""
+    plain, near = row("8_16_4096_128"), row("8_16_2048_128")
+    with_sinks = replace(near, problem=replace(near.problem, sink=True))
+    asked = replace(plain.problem, sink=True)
+    first, *others = select(asked, plain, near, with_sinks)
+    assert (first.problem, first.found_for, first.stands_in) == (asked, plain.problem, True)
+    assert others == [with_sinks, replace(with_sinks, stands_in=True)]
+    assert first.name == "the winner of 8_16_4096_128 bf16 causal"
+    assert not select(plain.problem, with_sinks)
+    both = replace(asked, lse_grad=True)
+    assert [found.stands_in for found in select(both, plain, with_sinks)] == [True]
+    assert not select(replace(asked, deterministic=True), plain)
+
+
 def test_a_gb10_takes_what_is_shipped_for_an_rtx_5090() -> None:
     """Its SM is the same; nothing else of another card is taken."""
     own = problem("8_16_4096_128")

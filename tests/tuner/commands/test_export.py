@@ -184,6 +184,9 @@ FEATURED = (
     Problem.parse("8_16_4096_72", window_left=50, window_right=20, bottom_right=True, deterministic=True),
     Problem.parse("8_16_4096_64", causal=True, bottom_right=True, varlen=True, softcap=True),
     Problem.parse("8_16_4096_64", dtype="fp16", window_left=9, causal=True, varlen=True, deterministic=True),
+    Problem.parse("8_16_4096_64", causal=True, lse_grad=True),
+    Problem.parse("8_16_4096_64", causal=True, bottom_right=True, sink=True, lse_grad=True),
+    Problem.parse("8_16_4096_64", dtype="fp16", window_left=9, varlen=True, sink=True),
 )
 KINDS = pytest.mark.parametrize(
     ("problem", "preset"),
@@ -256,7 +259,7 @@ def test_the_example_accepts_a_right_kernel(example_on_host, problem, preset):
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert (len(lines), lines[-1]) == (7 if problem.varlen else 6, "PASSED")
-    for gradient in ("dQ", "dK", "dV"):
+    for gradient in ("dQ", "dK", "dV", *(("dSink",) if problem.sink else ())):
         assert all(f"  {gradient} 0.00" in line for line in lines[1:-1])
 
 

@@ -46,9 +46,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Forgets kernels that were compiled long ago: few of them are still asked for."""
     if hasattr(session.config, "workerinput"):
         return
-    for entry in _kernel_cache(session.config).glob("kernels/*"):
+    cache = _kernel_cache(session.config)
+    for entry in (*cache.glob("kernels/*"), *cache.glob("device_code/*")):
         if time.time() - entry.stat().st_mtime > KERNELS_KEPT_S:
-            shutil.rmtree(entry, ignore_errors=True)
+            entry.unlink() if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

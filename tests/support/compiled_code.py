@@ -1,17 +1,63 @@
-"""Whether two sources are the same machine code: by their PTX, and where that differs by their cubins."""
+"""What nvcc makes of a kernel's device code, without that of its launcher, which takes as long again."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
+from bwdtune.gen.build.compile_step import CompiledResources, parse_ptxas
+from bwdtune.gen.build.jobs import MAIN_KERNEL
 from bwdtune.gen.build.machine_code import machine_code
 from bwdtune.gen.build.toolchain import find_nvcc
-from bwdtune.gen.render import Source
+from bwdtune.gen.device import Device
+from bwdtune.gen.families import Config
+from bwdtune.gen.paths import cache_dir
+from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import Source, render
 
 # What nvcc calls the anonymous namespace: by the file's name and content.
 _ANONYMOUS = re.compile(r"\d*_GLOBAL__N__[0-9a-f]{8}_\d+_\w+?_cu_[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class DeviceCode:
+    """A kernel's device code.
+
+    Attributes:
+        log: What the compiler said.
+        resources: Of the main kernel.
+    """
+
+    log: str
+    resources: CompiledResources
+
+
+def device_code(problem: Problem, config: Config, device: Device) -> DeviceCode:
+    """Compiles a kernel's device code, or takes what the compiler said of it from the cache of all tests.
+
+    That a block has as many threads as arithmetic says is asserted in its text, as its shared memory is anyway.
+    """
+    source = render(problem, config)
+    assert "static_assert(SHARED_MEMORY_BYTES == " in source.text
+    text = f"{source.text}\nstatic_assert(NUM_THREADS == {config.estimate(problem).threads});\n"
+    nvcc = find_nvcc()
+    content = "\0".join((text, device.arch, nvcc.version, nvcc.fingerprint, *nvcc.flags(device.arch)))
+    kept = cache_dir(None) / "device_code" / hashlib.sha256(content.encode()).hexdigest()
+    if not kept.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            log = _compile(text, device.arch, Path(folder), "cubin").log
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
+            file.write(log)
+        Path(file.name).replace(kept)
+    log = kept.read_text()
+    assert "wgmma.mma_async instructions are serialized" not in log
+    (resources,) = (figures for name, figures in parse_ptxas(log).items() if MAIN_KERNEL in name)
+    return DeviceCode(log, resources)
 
 
 def same_machine_code(a: Source, b: Source, arch: str, folder: Path) -> bool:
@@ -22,19 +68,27 @@ def same_machine_code(a: Source, b: Source, arch: str, folder: Path) -> bool:
     """
     if a.text == b.text or _ptx(a, arch, folder) == _ptx(b, arch, folder):
         return True
-    return machine_code(_compiled(a, arch, folder, "cubin")) == machine_code(_compiled(b, arch, folder, "cubin"))
+    cubins = (_compile(source.text, arch, folder, "cubin").result for source in (a, b))
+    return len(set(map(machine_code, cubins))) == 1
 
 
 def _ptx(source: Source, arch: str, folder: Path) -> str:
-    return _ANONYMOUS.sub("", _compiled(source, arch, folder, "ptx").read_text())
+    return _ANONYMOUS.sub("", _compile(source.text, arch, folder, "ptx").result.read_text())
 
 
-def _compiled(source: Source, arch: str, folder: Path, kind: str) -> Path:
+@dataclass(frozen=True)
+class _Compiled:
+    result: Path
+    log: str
+
+
+def _compile(text: str, arch: str, folder: Path, kind: str) -> _Compiled:
     nvcc = find_nvcc()
     of_libraries = {"-shared", "-Xcompiler", "-fPIC"}
     flags = [flag for flag in nvcc.flags(arch) if flag not in of_libraries]
-    (folder / "kernel.cu").write_text(source.text)
-    result = folder / f"{source.hash}.{kind}"
+    (folder / "kernel.cu").write_text(text)
+    result = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.{kind}"
     command = [str(nvcc.nvcc), *flags, f"-{kind}", "kernel.cu", "-o", result.name]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return result
+    done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    return _Compiled(result, done.stdout)

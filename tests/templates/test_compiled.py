@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from compiled_code import device_code
 from covering import covering_configs, valid_presets
 
-from bwdtune.gen.build.jobs import Variant, build
+from bwdtune.gen.build.jobs import build
 from bwdtune.gen.build.toolchain import find_nvcc
 from bwdtune.gen.device import H200, RTX_5090, Device, device_for_arch
 from bwdtune.gen.families import PRESETS, Config, MmaConfig, TransposedMmaConfig, WgmmaConfig
@@ -22,29 +23,19 @@ DEVICES = (RTX_5090, H200)
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
 
-def compiled(problem: Problem, configs: tuple[object, ...], device: Device) -> list[Variant]:
-    variants = build([render(problem, config) for config in configs], device.arch)  # type: ignore[arg-type]
-    assert {variant.error for variant in variants} == {""}
-    return variants
-
-
 def assert_fits(problem: Problem, config: Config, device: Device) -> None:
     """Valid, without spills, with what arithmetic says that it needs, and nothing in its text that nothing uses."""
     assert refusal(problem, config, device) is None
-    (variant,) = compiled(problem, (config,), device)
-    assert variant.resources
-    assert variant.library
-    assert variant.resources.spill_bytes == variant.resources.stack_bytes == 0
-    info, needs = Kernel.load(variant.library).info, config.estimate(problem)
-    assert (info.threads, info.shared_memory_bytes) == (needs.threads, needs.shared_memory_bytes)
-    assert variant.log
-    assert [line for line in variant.log.read_text().splitlines() if "warning #" in line] == []
+    code = device_code(problem, config, device)
+    assert code.resources.spill_bytes == code.resources.stack_bytes == 0
+    assert [line for line in code.log.splitlines() if "warning #" in line] == []
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
 def test_presets(device: Device) -> None:
     presets = valid_presets(SEED, device)
-    variants = compiled(SEED, tuple(presets.values()), device)
+    variants = build([render(SEED, config) for config in presets.values()], device.arch)
+    assert {variant.error for variant in variants} == {""}
     for name, variant in zip(presets, variants, strict=True):
         assert variant.resources
         assert variant.library
@@ -76,9 +67,7 @@ def test_every_card_with_tma_has_a_kernel(arch: str, preset: str) -> None:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_v2_does_not_spill_on_a_5090(dtype: str, causal: bool) -> None:
     problem = Problem.parse("8_16_4096_128", dtype=dtype, causal=causal)
-    (variant,) = compiled(problem, (PRESETS["v2"],), RTX_5090)
-    assert variant.resources
-    assert variant.resources.spill_bytes == 0
+    assert device_code(problem, PRESETS["v2"], RTX_5090).resources.spill_bytes == 0
 
 
 FEATURED = (
@@ -116,7 +105,7 @@ WGMMA_FEATURED = (
 
 @pytest.mark.parametrize("dq_delayed", [False, True], ids=["", "dq_delayed"])
 def test_features_of_wgmma_kernels_do_not_spill(dq_delayed: bool) -> None:
-    """That ptxas does not serialize them either is what the build fails for."""
+    """That ptxas does not serialize them either is what `device_code` fails for, as the build does."""
     for problem in WGMMA_FEATURED:
         if problem.varlen and not dq_delayed:
             continue  # with it, fewer registers are left
@@ -196,11 +185,7 @@ def test_every_value_of_every_parameter_compiles(device: Device, head_dim: int, 
     problem = Problem.parse(f"8_16_4_4096_{head_dim}", causal=head_dim == 128)
     configs = covering_configs(problem, device)[part::PARTS]
     assert configs
-    for variant in compiled(problem, configs, device):
-        assert variant.resources
-        assert variant.library
-        assert Kernel.load(variant.library).info.shared_memory_bytes == (
-            variant.source.config.estimate(problem).shared_memory_bytes
-        )
+    for config in configs:
+        resources = device_code(problem, config, device).resources
         # A call inside the kernel would show as a stack frame with few spills.
-        assert variant.resources.stack_bytes <= variant.resources.spill_bytes
+        assert resources.stack_bytes <= resources.spill_bytes

@@ -5,8 +5,8 @@ learned: of a dozen, two or three decide where the cost model is wrong, and whic
 problem has shown holds for another in part. (Hutter, Hoos and Leyton-Brown 2011, "Sequential Model-Based Optimization
 for General Algorithm Configuration", for the kernel over choices; Rasmussen and Williams 2006, "Gaussian Processes for
 Machine Learning", chapter 5 for the evidence; Bonilla, Chai and Williams 2007, "Multi-task Gaussian Process
-Prediction".) scikit-learn's process has no such kernel, and with one of ours took 25 times as long to learn what
-matters, since it asks for the derivative of each covariance: a search does this between two candidates.
+Prediction".) scikit-learn's process has no such kernel, and with one of ours it asks for the derivative of each
+covariance by each parameter, which is too slow between two candidates of a search.
 """
 
 from __future__ import annotations

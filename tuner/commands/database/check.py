@@ -16,7 +16,6 @@ from ....gen.build.toolchain import ToolchainError, find_compiler
 from ....gen.device import device_for_arch
 from ....gen.errors import BwdtuneError
 from ....gen.render import Source, render
-from ....runtime.dispatch.identity import Identity, Standing
 from ..options import CacheOption, DatabaseOption, JsonOption
 from ..output import print_result, say
 
@@ -97,6 +96,8 @@ def _built(sources: Sequence[Source], arch: str, cache: Path | None) -> dict[str
 
 
 def _objection(best: Winner | EmulatedBest, variant: Variant) -> str:
+    from ....runtime.dispatch.identity import Identity, Standing  # takes torch with it
+
     if not variant.library:
         return f"it does not compile here: {variant.error}"
     standing = Identity(best.source_hash, best.machine_code, best.environment.toolkit).standing(variant)

@@ -306,7 +306,7 @@ def losses(arguments: argparse.Namespace, models: list[str]) -> list[dict[str, A
     rows = []
     for model in models:
         runs = {
-            way: [run(arguments, model, arguments.modes[0], way) for _ in range(arguments.rounds)]
+            way: [run(arguments, model, arguments.modes[0], way) for _ in range(max(2, arguments.rounds))]
             for way in ("default", *(way for way in arguments.ways if way != "default"))
         }
         curves = {way: [result["losses"] for result in results] for way, results in runs.items()}
@@ -338,7 +338,9 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES if on_gpu else ["eager"]))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=20 if on_gpu else 2, help="measured steps of a process")
-    parser.add_argument("--rounds", type=int, default=3 if on_gpu else 1, help="processes of each way; losses need two")
+    parser.add_argument(
+        "--rounds", type=int, default=3 if on_gpu else 1, help="processes of each way; losses take two at least"
+    )
     parser.add_argument("--losses", type=int, default=0, help="compare the losses of so many steps instead of times")
     parser.add_argument("--distributed", choices=("ddp", "fsdp2"), help="one process a GPU, by torchrun")
     parser.add_argument("--processes", type=int, default=2, help="with --distributed")

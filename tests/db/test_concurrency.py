@@ -281,7 +281,7 @@ def test_what_was_stored_survives_a_kill(database: Path) -> None:
     code = """
 import os
 for step, config in enumerate(PRESETS.values()):
-    store.set_winner(problem, environment, None, *contender(config, 10.0 - step))
+    store.set_winner(problem, environment, None, *contender(config, 100.0 - step))
 os.kill(os.getpid(), 9)
 """
     process = start(code, database)
@@ -289,7 +289,7 @@ os.kill(os.getpid(), 9)
     assert process.returncode == -9
     store = Store.open(database)
     assert len(store.measurements()) == len(PRESETS)
-    assert store.winners()[0].median_ms == 10.0 - (len(PRESETS) - 1)
+    assert store.winners()[0].median_ms == 100.0 - (len(PRESETS) - 1)
 
 
 def test_importing_loads_no_database_library() -> None:

@@ -88,5 +88,5 @@ def test_the_script_compares_its_processes(
     monkeypatch.setattr(sys, "argv", ["training_step.py", "--model", "tiny", "--losses", "2"])
     main()
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert row["noise"] == 0
-    assert row["distance"] == pytest.approx({"enable": 0.02, "attention": 0.05})
+    assert row["noise"] == [0, 0]
+    assert row["distance"] == {"enable": pytest.approx([0.02] * 2), "attention": pytest.approx([0.05] * 2)}

@@ -22,7 +22,7 @@ from bwdtune.gen.render import render
 from bwdtune.runtime import torch_attention
 from bwdtune.runtime.features import Sequences
 from bwdtune.runtime.gpu import current_device
-from bwdtune.runtime.kernel import Kernel, backward
+from bwdtune.runtime.kernel import Kernel, KernelError, backward
 from bwdtune.runtime.verification.cases import Case
 from bwdtune.runtime.verification.inputs import make_inputs
 from bwdtune.runtime.verification.verifier import Verifier
@@ -234,7 +234,12 @@ def test_it_is_caught_that_a_copy_has_no_bounds() -> None:
     assert bounded in source.text
     (variant,) = build([replace(source, text=source.text.replace(bounded, unbounded))], HOST.arch)
     assert variant.library, variant.error
-    assert leaks(Kernel.load(variant.library))
+    # Past all rows lies what is no tensor, or another one: which, the allocator decides.
+    try:
+        found = leaks(Kernel.load(variant.library))
+    except KernelError as error:
+        found = "outside all buffers" in str(error)
+    assert found
 
 
 @pytest.mark.parametrize(

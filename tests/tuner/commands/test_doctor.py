@@ -61,6 +61,12 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict
     return found
 
 
+@pytest.fixture(autouse=True)
+def _no_kernel_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another test may have compiled the one that is diagnosed here."""
+    monkeypatch.setenv("BWDTUNE_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def shipped_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """This version's own, which tests do not see otherwise."""

@@ -93,12 +93,17 @@ class KernelContext:
     @property
     def seqlen_q(self) -> str:
         """The queries of a sequence, as an expression: where it is an argument, no register has to hold it."""
-        return "seqlen_q" if self.varlen else "arguments.seqlen_q"
+        return f"{self.sequence_lengths}seqlen_q" if self.varlen else "arguments.seqlen_q"
 
     @property
     def seqlen_kv(self) -> str:
         """The same of its keys."""
-        return "seqlen_kv" if self.varlen else "arguments.seqlen_kv"
+        return f"{self.sequence_lengths}seqlen_kv" if self.varlen else "arguments.seqlen_kv"
+
+    @property
+    def sequence_lengths(self) -> str:
+        """What has the lengths of a packed sequence as members, with its dot; empty where they are variables."""
+        return ""
 
     @property
     def masked_keys(self) -> str:

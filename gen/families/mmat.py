@@ -339,12 +339,8 @@ class MmatContext(KernelContext):
         return "sequence" if self.varlen else "batch"
 
     @property
-    def seqlen_q(self) -> str:
-        return "item.seqlen_q" if self.varlen else "arguments.seqlen_q"
-
-    @property
-    def seqlen_kv(self) -> str:
-        return "item.seqlen_kv" if self.varlen else "arguments.seqlen_kv"
+    def sequence_lengths(self) -> str:
+        return "item."
 
     @property
     def exchanges(self) -> bool:

@@ -376,12 +376,8 @@ class WgmmaContext(KernelContext):
         return self.varlen
 
     @property
-    def seqlen_q(self) -> str:
-        return "item.seqlen_q" if self.varlen else "arguments.seqlen_q"
-
-    @property
-    def seqlen_kv(self) -> str:
-        return "item.seqlen_kv" if self.varlen else "arguments.seqlen_kv"
+    def sequence_lengths(self) -> str:
+        return "item."
 
     @property
     def walks_backwards(self) -> bool:

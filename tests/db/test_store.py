@@ -284,9 +284,7 @@ def test_a_failed_verification_ends_a_win(any_examples: Any) -> None:
     assert math.isnan(rejected[1].max_error)
 
 
-@pytest.mark.parametrize(
-    "field", ["dtype", "head_dim", "causal", "window_left", *FLAGS]
-)
+@pytest.mark.parametrize("field", ["dtype", "head_dim", "causal", "window_left", *FLAGS])
 def test_a_variant_belongs_to_its_kind_of_problem(any_examples: Any, field: str) -> None:
     other = replace(any_examples.problem, **{field: OTHER_PROBLEMS[field]})
     variant = any_examples.variant()

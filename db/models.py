@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 VERSION_TABLE = "bwdtune_schema_version"
 """Alembic's version table. Not Alembic's own name for it: Optuna keeps its `alembic_version` in the same database."""
 
-SCHEMA = "0008"
+SCHEMA = "0009"
 """The schema of this version of the program: the newest revision in `migrations`."""
 
 # CHECKs cannot name infinity portably. NaN fails as well: SQLite makes it NULL, PostgreSQL puts it above all numbers.
@@ -57,6 +57,10 @@ class ProblemRow(Base):
             "deterministic",
             "lse_grad",
             "sink",
+            "alibi",
+            "bias",
+            "bias_dtype",
+            "bias_grad",
             name="identity",
         ),
         sa.CheckConstraint(
@@ -84,6 +88,10 @@ class ProblemRow(Base):
     deterministic: Mapped[bool] = mapped_column(server_default=sa.false())
     lse_grad: Mapped[bool] = mapped_column(server_default=sa.false())
     sink: Mapped[bool] = mapped_column(server_default=sa.false())
+    alibi: Mapped[bool] = mapped_column(server_default=sa.false())
+    bias: Mapped[str] = mapped_column(sa.String(16), server_default="")
+    bias_dtype: Mapped[str] = mapped_column(sa.String(16), server_default="")
+    bias_grad: Mapped[bool] = mapped_column(server_default=sa.false())
 
 
 class ConfigurationRow(Base):
@@ -113,6 +121,10 @@ class VariantRow(Base):
             "deterministic",
             "lse_grad",
             "sink",
+            "alibi",
+            "bias",
+            "bias_dtype",
+            "bias_grad",
             "source_hash",
             "arch",
             "toolchain",
@@ -134,6 +146,10 @@ class VariantRow(Base):
     deterministic: Mapped[bool] = mapped_column(server_default=sa.false())
     lse_grad: Mapped[bool] = mapped_column(server_default=sa.false())
     sink: Mapped[bool] = mapped_column(server_default=sa.false())
+    alibi: Mapped[bool] = mapped_column(server_default=sa.false())
+    bias: Mapped[str] = mapped_column(sa.String(16), server_default="")
+    bias_dtype: Mapped[str] = mapped_column(sa.String(16), server_default="")
+    bias_grad: Mapped[bool] = mapped_column(server_default=sa.false())
     source_hash: Mapped[str] = mapped_column(sa.String(64))
     template_hash: Mapped[str] = mapped_column(sa.String(64))
     machine_code: Mapped[str | None] = mapped_column(sa.String(64))

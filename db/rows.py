@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from ..gen.errors import BwdtuneError
 from ..gen.families import Config, config_from_dict
-from ..gen.problem import CAUSAL, FLAGS, WINDOW, Problem
+from ..gen.problem import BIAS, CAUSAL, FLAGS, WINDOW, Problem
 from .errors import InvalidRecord
 from .models import (
     BestRow,
@@ -52,7 +52,7 @@ def kind_of(problem: Problem) -> dict[str, Any]:
         "head_dim": problem.head_dim,
         "causal": problem.mask == CAUSAL,
         "windowed": problem.mask == WINDOW,
-        **{flag: getattr(problem, flag) for flag in FLAGS},
+        **{name: getattr(problem, name) for name in (*FLAGS, *BIAS)},
     }
 
 
@@ -142,7 +142,7 @@ def _select_best(best: type[BestRow], *conditions: Condition) -> sa.Executable:
             ProblemRow.causal,
             ProblemRow.window_left,
             ProblemRow.window_right,
-            *(getattr(ProblemRow, flag) for flag in FLAGS),
+            *(getattr(ProblemRow, name) for name in (*FLAGS, *BIAS)),
             ProblemRow.head_dim,
             ProblemRow.batch,
             ProblemRow.heads_q,

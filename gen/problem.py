@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,10 +21,13 @@ UNLIMITED = -1
 FULL, CAUSAL, WINDOW = "full", "causal", "window"
 TOP_LEFT, BOTTOM_RIGHT = "top-left", "bottom-right"
 
-FLAGS = ("bottom_right", "softcap", "varlen", "deterministic", "lse_grad", "sink")
-"""What a problem may ask for besides a mask, and a kernel has to be generated for."""
+FLAGS = ("bottom_right", "softcap", "varlen", "deterministic", "lse_grad", "sink", "alibi", "bias_grad")
+"""What a problem may ask for besides a mask, and a kernel has to be generated for: all that is asked for or not."""
 
-FEATURES = (WINDOW, *FLAGS)
+BIAS = ("bias", "bias_dtype")
+"""The fields that say which bias a problem has; a kernel has to be generated for it as well."""
+
+FEATURES = (WINDOW, *FLAGS, "bias")
 """What a problem may ask for that not every family's template has."""
 
 OF_ROWS = ("lse_grad", "sink")
@@ -36,7 +40,12 @@ _KIND_NAMES = {
     "deterministic": "det",
     "lse_grad": "lse",
     "sink": "sink",
+    "alibi": "alibi",
+    "bias_grad": "dbias",
 }
+
+BIAS_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_BIAS_LETTERS = "BHS"  # of the batch, the heads and the queries
 
 
 @dataclass(frozen=True, order=True)
@@ -64,6 +73,13 @@ class Problem:
         lse_grad: Whether a gradient flows into the log-sum-exp too, as into a second output.
         sink: Whether each query head has a learnable score of its own in all of its softmaxes, whose probability goes
             to no value.
+        alibi: Whether ``-slope * abs(i + Skv - Sq - j)`` is added to the score of query i and key j of a sequence, each
+            query head with a slope of its own (FlashAttention's ALiBi).
+        bias: Which bias is added to the scores, after the cap and before the mask: empty for none, else ``B_H_S`` with
+            a 1 for each of batch, query heads and queries that it is broadcast over, such as ``1_H_S``. It has an
+            element for every key.
+        bias_dtype: Its element type: ``bf16``, ``fp16`` or ``fp32``; where it is left out, that of q.
+        bias_grad: Whether its gradient is wanted: a mask, say, has none.
         lengths_as: With ``varlen``: how long the sequences are, as far as they are timed; see `gen.lengths.lengths`. No
             kernel depends on it, and no stored row has it.
 
@@ -87,6 +103,10 @@ class Problem:
     deterministic: bool = False
     lse_grad: bool = False
     sink: bool = False
+    alibi: bool = False
+    bias: str = ""
+    bias_dtype: str = ""
+    bias_grad: bool = False
     lengths_as: str = ""
 
     def __post_init__(self) -> None:
@@ -114,6 +134,24 @@ class Problem:
             raise UsageError("lengths are those of packed sequences: ask for varlen, too")
         if self.bottom_right and self.mask == FULL:
             raise UsageError("a full mask has no diagonal that could be aligned")
+        self._check_bias()
+
+    def _check_bias(self) -> None:
+        if not self.bias:
+            if self.bias_dtype or self.bias_grad:
+                raise UsageError("bias_dtype and bias_grad are those of a bias: ask for one, too")
+            return
+        parts = self.bias.split("_")
+        if len(parts) != len(_BIAS_LETTERS) or any(
+            part not in (letter, "1") for part, letter in zip(parts, _BIAS_LETTERS, strict=True)
+        ):
+            raise UsageError(f"unknown bias {self.bias!r}: it is B_H_S, with a 1 for what it is broadcast over")
+        if not self.bias_dtype:
+            object.__setattr__(self, "bias_dtype", self.dtype)
+        if self.bias_dtype not in BIAS_ELEMENT_BYTES:
+            raise UsageError(f"unknown bias_dtype {self.bias_dtype!r}: use one of {', '.join(BIAS_ELEMENT_BYTES)}")
+        if self.varlen:
+            raise UsageError("packed sequences have no common shape for a bias; ALiBi slopes can be had with them")
 
     @classmethod
     def parse(cls, shape: str, *, dtype: str = "bf16", **features: Any) -> Problem:
@@ -167,12 +205,13 @@ class Problem:
 
     def _label(self, window: str) -> str:
         flags = (name.replace("_", "-") for name in FLAGS if getattr(self, name))
-        return " ".join([window if self.mask == WINDOW else self.mask, *flags])
+        bias = [f"bias {self.bias} {self.bias_dtype}"] if self.bias else []
+        return " ".join([window if self.mask == WINDOW else self.mask, *flags, *bias])
 
     @property
     def features(self) -> dict[str, Any]:
         """The mask and what else is asked for, by field."""
-        return {name: getattr(self, name) for name in ("causal", "window_left", "window_right", *FLAGS)}
+        return {name: getattr(self, name) for name in ("causal", "window_left", "window_right", *FLAGS, *BIAS)}
 
     def to_dict(self) -> dict[str, Any]:
         """The problem as the commands' JSON names it: its shape, its features, its dtype."""
@@ -199,6 +238,8 @@ class Problem:
         if self.bottom_right:
             asked += ["--alignment", BOTTOM_RIGHT]
         asked += [f"--{flag.replace('_', '-')}" for flag in FLAGS if flag != "bottom_right" and getattr(self, flag)]
+        if self.bias:
+            asked += ["--bias", "_".join(map(str, self.bias_shape)), "--bias-dtype", self.bias_dtype]
         if self.lengths_as:
             asked += ["--lengths", self.lengths_as]
         return (*asked, "--dtype", self.dtype)
@@ -224,7 +265,23 @@ class Problem:
     def kernel_spec(self) -> str:
         """What a kernel is generated for, as a name: dtype, head_dim, mask and what else is asked for, but no size."""
         flags = (_KIND_NAMES[name] for name in FLAGS if getattr(self, name))
-        return "_".join([self.dtype, f"d{self.head_dim}", self.mask, *flags])
+        bias = [f"bias_{self.bias}_{self.bias_dtype}"] if self.bias else []
+        return "_".join([self.dtype, f"d{self.head_dim}", self.mask, *flags, *bias])
+
+    @property
+    def bias_shape(self) -> tuple[int, int, int, int]:
+        """The bias' shape: (B or 1, Hq or 1, Sq or 1, Skv)."""
+        assert self.bias, "there is none"
+        batch, heads, rows = (
+            1 if part == "1" else size
+            for part, size in zip(self.bias.split("_"), (self.batch, self.heads_q, self.seqlen_q), strict=True)
+        )
+        return batch, heads, rows, self.seqlen_kv
+
+    @property
+    def bias_is_summed(self) -> bool:
+        """Whether an element of the bias' gradient is a sum over batches, heads or queries."""
+        return self.bias_grad and "1" in self.bias.split("_")
 
     @property
     def lengths(self) -> tuple[tuple[int, int], ...]:
@@ -317,14 +374,21 @@ class Problem:
 
     @property
     def read_bytes(self) -> int:
-        """Fewest bytes read: q, k, v, o, dO and the fp32 log-sum-exp once each, and its gradient where it has one."""
+        """Fewest bytes read: q, k, v, o, dO, the fp32 log-sum-exp, and its gradient and a bias where there are such."""
         elements = 3 * self.query_elements + 2 * self.key_elements
-        return elements * self.element_bytes + (1 + self.lse_grad) * self.query_rows * ACCUMULATOR_BYTES
+        rows = (1 + self.lse_grad) * self.query_rows * ACCUMULATOR_BYTES
+        return elements * self.element_bytes + rows + self.bias_bytes
 
     @property
     def write_bytes(self) -> int:
-        """Fewest bytes written: dQ, dK and dV once each."""
-        return (self.query_elements + 2 * self.key_elements) * self.element_bytes
+        """Fewest bytes written: dQ, dK and dV once each, and the bias' gradient."""
+        gradients = (self.query_elements + 2 * self.key_elements) * self.element_bytes
+        return gradients + self.bias_grad * self.bias_bytes
+
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of the bias, of which a mask may leave some unread; 0 where there is none."""
+        return math.prod(self.bias_shape) * BIAS_ELEMENT_BYTES[self.bias_dtype] if self.bias else 0
 
     @functools.cached_property
     def _log_sizes(self) -> tuple[float, ...]:
@@ -347,6 +411,27 @@ class Problem:
     def resized(self, *, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_kv: int) -> Problem:
         """The same kind of problem (dtype, head_dim, mask and the rest) at other sizes."""
         return replace(self, batch=batch, heads_q=heads_q, heads_kv=heads_kv, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+
+
+def bias_pattern(shape: Sequence[int], batch: int, heads_q: int, seqlen_q: int, seqlen_kv: int) -> str:
+    """What `Problem.bias` is for a bias of this shape: a dimension of size 1 is broadcast unless it has to be 1.
+
+    Args:
+        shape: The bias': (B or 1, Hq or 1, Sq or 1, Skv).
+        batch: B.
+        heads_q: Hq.
+        seqlen_q: Sq.
+        seqlen_kv: Skv.
+
+    Raises:
+        UsageError: The shape does not go with these sizes.
+    """
+    sizes = (batch, heads_q, seqlen_q)
+    if len(shape) != 4 or shape[3] != seqlen_kv or any(a not in (1, b) for a, b in zip(shape, sizes, strict=False)):
+        given, whole = "_".join(map(str, shape)), "_".join(map(str, (*sizes, seqlen_kv)))
+        raise UsageError(f"a bias of shape {given} cannot be added to scores of shape {whole}: only ones are broadcast")
+    letters = zip(shape, sizes, _BIAS_LETTERS, strict=False)
+    return "_".join(letter if given == size else "1" for given, size, letter in letters)
 
 
 def _keys_up_to(high: int, seqlen_q: int, seqlen_kv: int) -> int:

@@ -61,7 +61,8 @@ def _feature_refusal(problem: Problem, config: Config) -> str | None:
         return None
     others = [family for family, config_type in FAMILIES.items() if set(required) <= config_type.features]
     named = " and no ".join(name.replace("_", "-") for name in lacking)
-    return f"the {config.family} kernels have no {named}: the {' and '.join(others)} kernels do"
+    who = f"the {' and '.join(others)} kernels do" if others else "no kernels do"
+    return f"the {config.family} kernels have no {named}: {who}"
 
 
 def head_dim_refusal(head_dim: int) -> str | None:

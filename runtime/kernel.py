@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from ..gen.errors import BwdtuneError
-from ..gen.problem import CAUSAL, FLAGS, FULL, UNLIMITED, WINDOW
+from ..gen.problem import BIAS, CAUSAL, FLAGS, FULL, UNLIMITED, WINDOW
 from .features import PLAIN, Features
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BIAS_DTYPES = {**TORCH_DTYPES, "fp32": torch.float32}
 
-_ABI_VERSION = 4
+_ABI_VERSION = 5
 _MASKS = (FULL, CAUSAL, WINDOW)  # in the order of their numbers in the C interface
 _ALIGNMENT_BYTES = 16  # of TMA: bases and strides
 _STRIDE_LIMIT_BYTES = 2**40  # of TMA
@@ -67,6 +68,10 @@ class _Arguments(ctypes.Structure):
         ("dlse", ctypes.c_void_p),
         ("sink", ctypes.c_void_p),
         ("dsink", ctypes.c_void_p),
+        ("bias", _Tensor),
+        ("dbias", _Tensor),
+        ("alibi_slopes", ctypes.c_void_p),
+        ("alibi_batch_stride", ctypes.c_int64),
     ]
 
 
@@ -82,6 +87,7 @@ class _Info(ctypes.Structure):
         ("shared_memory_bytes", ctypes.c_int64),
         ("dtype", ctypes.c_char_p),
         ("config", ctypes.c_char_p),
+        *((name, ctypes.c_char_p) for name in BIAS),
     ]
 
 
@@ -99,6 +105,10 @@ class KernelInfo:
         deterministic: Whether its gradients are the same bits at each call.
         lse_grad: Whether it takes a gradient of the log-sum-exp.
         sink: Whether it takes sinks, and gives their gradient.
+        alibi: Whether it takes ALiBi slopes.
+        bias_grad: Whether it gives the gradient of a bias.
+        bias: Which bias it takes: `gen.problem.Problem.bias`.
+        bias_dtype: The bias' dtype.
         writes_all_rows: Whether keys that belong to no packed sequence get gradients of zero; else they get none.
         config: The configuration's id.
         threads: Threads of a block of the main kernel.
@@ -114,6 +124,10 @@ class KernelInfo:
     deterministic: bool
     lse_grad: bool
     sink: bool
+    alibi: bool
+    bias_grad: bool
+    bias: str
+    bias_dtype: str
     writes_all_rows: bool
     config: str
     threads: int
@@ -198,6 +212,7 @@ class Kernel:
             head_dim=info.head_dim,
             mask=_MASKS[info.mask],
             **{flag: bool(getattr(info, flag)) for flag in FLAGS},
+            **{name: getattr(info, name).decode() for name in BIAS},
             writes_all_rows=bool(info.writes_all_rows),
             config=info.config.decode(),
             threads=info.threads,
@@ -246,6 +261,9 @@ class Kernel:
         dlse: torch.Tensor | None = None,
         sink: torch.Tensor | None = None,
         dsink: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        dbias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> Launch:
         """Checks the tensors and sets up a launch on their device's current stream.
 
@@ -266,12 +284,18 @@ class Kernel:
             dlse: The gradient of the log-sum-exp, as `lse`; of kernels that take one.
             sink: (Hq), fp32, which `o` and `lse` count; of kernels that take sinks.
             dsink: Written; (Hq), fp32, contiguous.
+            bias: (B or 1, Hq or 1, Sq or 1, Skv), with ones where the bias is broadcast that this kernel takes, and of
+                that bias' dtype; any strides whose last is 1.
+            dbias: Written; of the same shape and dtype, contiguous.
+            alibi_slopes: (Hq), or (B, Hq) with B the number of sequences where they are packed; fp32, of kernels that
+                take them.
 
         Raises:
             KernelError: A shape, dtype, device or layout that this kernel does not take.
         """
         self._check(q, k, v, o, dout, lse, dq, dk, dv)
         self._check_row_features(q, dlse, sink, dsink)
+        self._check_biases(q, k, features, bias, dbias, alibi_slopes)
         if not 0 < scale < math.inf:  # a masked score is minus infinity before it is scaled
             raise KernelError(f"scale is {scale}: it must be positive")
         self._check_features(features, q.device)
@@ -298,6 +322,14 @@ class Kernel:
             if given is not None:
                 held[name] = given.contiguous()
                 setattr(arguments, name, held[name].data_ptr())
+        for name, given in (("bias", bias), ("dbias", dbias)):
+            if given is not None:
+                held[name] = given
+                setattr(arguments, name, _Tensor(given.data_ptr(), *_broadcast_strides(given)))
+        if alibi_slopes is not None:
+            held["alibi_slopes"] = alibi_slopes.contiguous()
+            arguments.alibi_slopes = held["alibi_slopes"].data_ptr()
+            arguments.alibi_batch_stride = q.shape[1] if alibi_slopes.dim() == 2 else 0
         for name, tensor in zip(_INPUTS, (q, o, dout, k, v), strict=True):
             described = _describe(tensor)
             if described is None:
@@ -355,10 +387,14 @@ class Kernel:
         dlse: torch.Tensor | None = None,
         sink: torch.Tensor | None = None,
         dsink: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        dbias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> None:
-        """Computes dq, dk and dv on the current stream, and dsink; asynchronous. See `prepare`."""
+        """Computes dq, dk and dv on the current stream, dsink and dbias; asynchronous. See `prepare`."""
         options: dict[str, Any] = {"features": features, "workspace": workspace}
         options |= {"dlse": dlse, "sink": sink, "dsink": dsink}
+        options |= {"bias": bias, "dbias": dbias, "alibi_slopes": alibi_slopes}
         self.prepare(q, k, v, o, dout, lse, dq, dk, dv, scale=scale, **options)()
 
     def workspace_bytes(
@@ -412,7 +448,7 @@ class Kernel:
         assert self._register
         try:
             for name, tensor in held.items():
-                writable = name in (*_OUTPUTS, "dsink", "workspace")
+                writable = name in (*_OUTPUTS, "dsink", "dbias", "workspace")
                 self._register(name.encode(), tensor.data_ptr(), _extent_bytes(tensor), writable)
             self._launch(arguments)
         finally:
@@ -452,6 +488,37 @@ class Kernel:
             if tensor is not None and (tensor.shape, tensor.dtype, tensor.device) != (shape, torch.float32, q.device):
                 raise KernelError(f"{name} must be float32 of shape {tuple(shape)} on {q.device}")
 
+    def _check_biases(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        features: Features,
+        bias: torch.Tensor | None,
+        dbias: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+    ) -> None:
+        info = self.info
+        needed = {"bias": bool(info.bias), "dbias": info.bias_grad, "alibi_slopes": info.alibi}
+        for (name, needs), tensor in zip(needed.items(), (bias, dbias, alibi_slopes), strict=True):
+            if (tensor is not None) != needs:
+                raise KernelError(f"{name} is {'missing' if needs else 'given, and this kernel has none'}")
+            if tensor is not None and tensor.device != q.device:
+                raise KernelError(f"{name} is on {tensor.device} and q on {q.device}: they must share a device")
+        if bias is not None:
+            dtype, sizes = BIAS_DTYPES[info.bias_dtype], (*q.shape[:3], k.shape[2])
+            shape = tuple(1 if part == "1" else n for part, n in zip((*info.bias.split("_"), ""), sizes, strict=True))
+            for name, tensor in (("bias", bias), ("dbias", bias if dbias is None else dbias)):
+                if tensor.shape != shape or tensor.dtype != dtype:
+                    raise KernelError(f"{name} must be {dtype} of shape {shape}: this kernel was compiled for that")
+            if bias.stride(3) != 1 and bias.shape[3] != 1:
+                raise KernelError(f"bias has strides {bias.stride()}: the last one must be 1")
+            if dbias is not None and not dbias.is_contiguous():
+                raise KernelError(f"dbias has strides {dbias.stride()}: it must be contiguous")
+        if alibi_slopes is not None:
+            batch, heads = features.sequences.count if features.sequences else q.shape[0], q.shape[1]
+            if alibi_slopes.shape not in ((heads,), (batch, heads)) or alibi_slopes.dtype != torch.float32:
+                raise KernelError(f"alibi_slopes must be float32 of shape {(heads,)} or {(batch, heads)}")
+
     def _check_features(self, features: Features, device: torch.device) -> None:
         if bool(features.softcap) != self.info.softcap:
             raise KernelError(
@@ -487,6 +554,8 @@ def backward(
     *,
     dlse: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of attention, in their inputs' layouts; asynchronous on the device's current stream.
 
@@ -502,18 +571,23 @@ def backward(
         features: See `Kernel.prepare`.
         dlse: (B, Hq, Sq), fp32; zeros where the kernel takes one and there is none.
         sink: (Hq), of any floating dtype.
+        bias: See `Kernel.prepare`.
+        alibi_slopes: See there.
 
     Returns:
-        dq, dk and dv, and with sinks dsink. A gradient has its input's strides where those are dense with a unit last
-        stride, else it is dense in the same order or contiguous. Where there are no queries or no keys, all are zero or
-        empty.
+        dq, dk and dv, with sinks dsink, and of a kernel that gives it dbias, last. A gradient has its input's strides
+        where those are dense with a unit last stride, else it is dense in the same order or contiguous, as dbias is.
+        Where there are no queries or no keys, all are zero or empty.
 
     Raises:
         KernelError: A shape, dtype or device that the kernel does not take, or a launch that failed.
     """
+    dbias = None
+    if kernel.info.bias_grad and bias is not None:
+        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     if not q.numel() or not k.numel():
-        empty = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        return empty if sink is None else (*empty, torch.zeros_like(sink))
+        given = (q, k, v, *(tensor for tensor in (sink, dbias) if tensor is not None))
+        return tuple(torch.zeros_like(tensor) for tensor in given)
     gradients = _gradient_like(q), _gradient_like(k), _gradient_like(v)
     if not kernel.info.writes_all_rows:
         gradients[1].zero_()
@@ -522,8 +596,11 @@ def backward(
         dlse = torch.zeros_like(lse)
     wide = sink if sink is None else sink.float()
     dsink = wide if wide is None else torch.empty_like(wide, memory_format=torch.contiguous_format)
-    kernel.launch(q, k, v, o, dout, lse, *gradients, scale=scale, features=features, dlse=dlse, sink=wide, dsink=dsink)
-    return gradients if sink is None or dsink is None else (*gradients, dsink.to(sink.dtype))
+    of_rows = {"dlse": dlse, "sink": wide, "dsink": dsink}
+    biases = {"bias": bias, "dbias": dbias, "alibi_slopes": alibi_slopes}
+    kernel.launch(q, k, v, o, dout, lse, *gradients, scale=scale, features=features, **of_rows, **biases)
+    of_sinks = () if sink is None or dsink is None else (dsink.to(sink.dtype),)
+    return (*gradients, *of_sinks, *(() if dbias is None else (dbias,)))
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:
@@ -532,6 +609,11 @@ def is_addressable(tensor: torch.Tensor) -> bool:
     A stride of zero (an expanded dimension) is not addressable; the stride of a dimension of size one is ignored.
     """
     return _describe(tensor) is not None
+
+
+def _broadcast_strides(bias: torch.Tensor) -> list[int]:
+    """Of the first three dimensions; 0 where there is one element."""
+    return [0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride(), strict=False)]
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:

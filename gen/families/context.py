@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..emulation import Emulation
-from ..problem import CAUSAL, FLAGS, FULL, WINDOW, Problem
+from ..problem import BIAS, CAUSAL, FLAGS, FULL, WINDOW, Problem
 from .base import Config
 
 
@@ -28,6 +28,10 @@ class KernelContext:
         deterministic: dQ is summed in one order.
         lse_grad: The log-sum-exp has a gradient, which delta is lessened by.
         sink: dSink is computed.
+        alibi: Scores have a linear bias.
+        bias: Which of batch, heads and queries a bias is broadcast over: `Problem.bias`.
+        bias_dtype: The bias' element type.
+        bias_grad: dBias is computed.
         config: The configuration.
         pace: The other card whose pace it keeps to, or None.
         probed: It counts its cycles.
@@ -44,6 +48,10 @@ class KernelContext:
     deterministic: bool
     lse_grad: bool
     sink: bool
+    alibi: bool
+    bias: str
+    bias_dtype: str
+    bias_grad: bool
     config: Config
     pace: Emulation | None
     probed: bool
@@ -173,7 +181,7 @@ class KernelContext:
             dtype=problem.dtype,
             head_dim=problem.head_dim,
             mask=problem.mask,
-            **{name: getattr(problem, name) for name in FLAGS},
+            **{name: getattr(problem, name) for name in (*FLAGS, *BIAS)},
             config=config,
             pace=pace,
             probed=probed,

@@ -35,7 +35,7 @@ class TransposedMmaConfig(Config):
 
     family: ClassVar[str] = "mmat"
     group: ClassVar[str] = "mma"
-    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES) - {"alibi", "bias", "bias_grad"}
     has_probe: ClassVar[bool] = True
     contradictions: ClassVar[tuple[Contradiction, ...]] = (
         Contradiction(

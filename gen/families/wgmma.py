@@ -42,7 +42,7 @@ class WgmmaConfig(Config):
 
     family: ClassVar[str] = "wgmma"
     group: ClassVar[str] = "wgmma"
-    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES) - {"alibi", "bias", "bias_grad"}
     divides_registers: ClassVar[bool] = True
 
     # What is no parameter: the template has it from here.

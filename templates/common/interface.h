@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define BWDTUNE_ABI_VERSION 4
+#define BWDTUNE_ABI_VERSION 5
 
 /* The keys that a query sees. Query i lies at key i; in a library with `bottom_right` at key i + seqlen_kv - seqlen_q of its
  * sequence. */
@@ -72,6 +72,13 @@ typedef struct bwdtune_arguments {
   const float* dlse;           /* read with lse_grad: as lse */
   const float* sink;           /* read with sink: (heads_q), natural logarithm as the scores; minus infinity is none */
   float* dsink;                /* written with sink: (heads_q) */
+  bwdtune_tensor bias;         /* read with a bias, added to the scores after the cap and before the mask: (batch, heads_q,
+                                  seqlen_q, seqlen_kv) of the library's bias_dtype. Strides count elements, that of the keys
+                                  is 1, that of what it is broadcast over is ignored; any alignment will do */
+  bwdtune_tensor dbias;        /* written with bias_grad: as bias. What it is broadcast over is summed up */
+  const float* alibi_slopes;   /* read with alibi: (batch, heads_q); -slope * |i + seqlen_kv - seqlen_q - j| is added to the
+                                  score of query i and key j of a sequence, where the bias is. The heads' stride is 1 */
+  int64_t alibi_batch_stride;  /* 0: one slope for a head of all batches. With varlen a batch is a sequence */
 } bwdtune_arguments;
 
 typedef struct bwdtune_info {
@@ -85,11 +92,15 @@ typedef struct bwdtune_info {
   int32_t deterministic;       /* 1: the same bits at each call; else dq's last ones may differ */
   int32_t lse_grad;            /* 1: reads dlse */
   int32_t sink;                /* 1: reads sink and writes dsink */
+  int32_t alibi;               /* 1: reads alibi_slopes */
+  int32_t bias_grad;           /* 1: writes dbias */
   int32_t writes_all_rows;     /* 1: rows outside of all sequences get a dk and a dv of zero; 0: these are left as they were */
   int32_t threads;             /* of a block of the main kernel */
   int64_t shared_memory_bytes; /* of a block of the main kernel */
   const char* dtype;           /* "bf16" or "fp16": q, k, v, o, dout and the gradients */
   const char* config;          /* the tuned configuration's id */
+  const char* bias;            /* "" for none, or what of batch, heads and queries it is broadcast over: "1_H_S" */
+  const char* bias_dtype;      /* "bf16", "fp16" or "fp32" of a bias */
 } bwdtune_info;
 
 /* Bytes of workspace for these sizes: fp32 dq and two floats a row (three with sink), in whole tiles; fp32 dk and dv where

@@ -28,7 +28,7 @@ from bwdtune.db.store import Store
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.families import FAMILIES, PRESETS, Config, config_from_dict
-from bwdtune.gen.problem import ELEMENT_BYTES, FLAGS, Problem
+from bwdtune.gen.problem import BIAS, ELEMENT_BYTES, FLAGS, Problem
 from bwdtune.gen.render import render
 
 PROBLEM = Problem.parse("8_16_4096_128", causal=True)
@@ -48,7 +48,16 @@ OTHER_PROBLEMS = {
     "deterministic": True,
     "lse_grad": True,
     "sink": True,
+    "alibi": True,
+    "bias": "B_H_S",
+    "bias_dtype": "fp32",
+    "bias_grad": True,
 }
+BIASES: list[dict[str, Any]] = [
+    {},
+    {"bias": "1_H_S", "bias_dtype": "fp32"},
+    {"bias": "B_1_1", "bias_dtype": "bf16", "bias_grad": True},
+]
 
 
 def source_hash() -> str:
@@ -284,8 +293,10 @@ def test_a_failed_verification_ends_a_win(any_examples: Any) -> None:
     assert math.isnan(rejected[1].max_error)
 
 
-@pytest.mark.parametrize("field", ["dtype", "head_dim", "causal", "window_left", *FLAGS])
+@pytest.mark.parametrize("field", ["dtype", "head_dim", "causal", "window_left", *FLAGS, *BIAS])
 def test_a_variant_belongs_to_its_kind_of_problem(any_examples: Any, field: str) -> None:
+    if field in ("bias_grad", "bias_dtype"):
+        any_examples.problem = replace(any_examples.problem, bias="1_H_S")
     other = replace(any_examples.problem, **{field: OTHER_PROBLEMS[field]})
     variant = any_examples.variant()
     for record in (any_examples.verification, any_examples.measurement):
@@ -475,7 +486,7 @@ def configs() -> st.SearchStrategy[Config]:
 def problems(draw: st.DrawFn) -> Problem:
     size = st.integers(1, 2**31 - 1)
     heads_kv = draw(st.integers(1, 2**15))
-    causal, limit = draw(st.booleans()), st.integers(-1, 2**31 - 1)
+    causal, limit, varlen = draw(st.booleans()), st.integers(-1, 2**31 - 1), draw(st.booleans())
     left, right = draw(limit), -1 if causal else draw(limit)
     return Problem(
         dtype=draw(st.sampled_from(list(ELEMENT_BYTES))),
@@ -490,10 +501,12 @@ def problems(draw: st.DrawFn) -> Problem:
         window_right=right,
         bottom_right=(causal or (left, right) != (-1, -1)) and draw(st.booleans()),
         softcap=draw(st.booleans()),
-        varlen=draw(st.booleans()),
+        varlen=varlen,
         deterministic=draw(st.booleans()),
         lse_grad=draw(st.booleans()),
         sink=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        **draw(st.sampled_from(BIASES if not varlen else [{}])),
     )
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bwdtune.gen.errors import UsageError
-from bwdtune.gen.problem import Problem
+from bwdtune.gen.problem import Problem, bias_pattern
 
 
 def test_the_write_ups_shape_has_its_flops_and_bytes() -> None:
@@ -111,6 +114,59 @@ def test_sequences_of_several_lengths_count_as_they_are() -> None:
     assert problem.positions == (250, 250)
     assert problem.flops == 5 * 2 * 2 * 64 * sum(length**2 for length, _ in problem.lengths)
     assert problem.query_elements == 2 * 250 * 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "pattern"),
+    [
+        ((2, 4, 10, 20), "B_H_S"),
+        ((1, 4, 10, 20), "1_H_S"),
+        ((2, 1, 1, 20), "B_1_1"),
+        ((1, 1, 1, 20), "1_1_1"),
+        ((2, 4, 10, 21), ""),
+        ((2, 4, 10, 1), ""),
+        ((2, 3, 10, 20), ""),
+        ((4, 10, 20), ""),
+    ],
+)
+def test_a_bias_is_named_by_what_it_is_broadcast_over(shape: tuple[int, ...], pattern: str) -> None:
+    if not pattern:
+        with pytest.raises(UsageError, match="cannot be added to scores of shape 2_4_10_20"):
+            bias_pattern(shape, 2, 4, 10, 20)
+        return
+    assert bias_pattern(shape, 2, 4, 10, 20) == pattern
+    problem = Problem("fp16", 2, 4, 4, 10, 20, 64, bias=pattern)
+    assert problem.bias_shape == shape
+    assert problem.bias_dtype == "fp16"
+    assert problem.kernel_spec == f"fp16_d64_full_bias_{pattern}_fp16"
+    assert not problem.bias_is_summed
+    assert replace(problem, bias_grad=True).bias_is_summed == ("1" in pattern)
+
+
+def test_a_dimension_of_one_is_not_broadcast() -> None:
+    assert bias_pattern((1, 4, 1, 20), 1, 4, 1, 20) == "B_H_S"
+
+
+def test_a_bias_is_read_and_its_gradient_written_once() -> None:
+    plain = Problem("bf16", 2, 4, 4, 10, 20, 64)
+    biased = replace(plain, bias="1_H_S", bias_dtype="fp32", bias_grad=True)
+    assert biased.read_bytes - plain.read_bytes == biased.write_bytes - plain.write_bytes == 4 * 10 * 20 * 4
+
+
+@pytest.mark.parametrize(
+    ("features", "said"),
+    [
+        ({"bias": "S_H_B"}, "unknown bias 'S_H_B': it is B_H_S"),
+        ({"bias": "B_H_S_S"}, "unknown bias"),
+        ({"bias": "B_H_S", "bias_dtype": "fp64"}, "unknown bias_dtype 'fp64': use one of bf16, fp16, fp32"),
+        ({"bias_grad": True}, "ask for one"),
+        ({"bias_dtype": "fp32"}, "ask for one"),
+        ({"bias": "B_H_S", "varlen": True}, "packed sequences"),
+    ],
+)
+def test_a_bias_that_cannot_be_is_refused(features: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Problem("bf16", 2, 4, 4, 10, 20, 64, **features)
 
 
 def test_an_unknown_dtype_is_refused() -> None:

@@ -40,6 +40,7 @@ int bwdtune_get_info(bwdtune_info* info) {
   info->shared_memory_bytes = 0;
   info->dtype = "bf16";
   info->config = "faulty";
+  info->bias = info->bias_dtype = "";
   return 0;
 }
 }

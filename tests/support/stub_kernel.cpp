@@ -209,11 +209,15 @@ int bwdtune_get_info(bwdtune_info* info) {
   info->deterministic = DETERMINISTIC;
   info->lse_grad = LSE_GRAD;
   info->sink = SINK;
+  info->alibi = ALIBI;
+  info->bias_grad = BIAS_GRAD;
   info->writes_all_rows = !VARLEN;
   info->threads = 128;
   info->shared_memory_bytes = 81920;
   info->dtype = BF16 ? "bf16" : "fp16";
   info->config = "stub";
+  info->bias = BIAS;
+  info->bias_dtype = BIAS_DTYPE;
   return 0;
 }
 }

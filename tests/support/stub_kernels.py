@@ -33,7 +33,9 @@ def stub_library(
     causal: bool = False,
     mask: str = "",
     fault: str = "NONE",
-    abi_version: int = 4,
+    abi_version: int = 5,
+    bias: str = "",
+    bias_dtype: str = "",
     **flags: bool,
 ) -> Path:
     """A shared library of the kernels' interface, compiled once in a test run.
@@ -45,6 +47,8 @@ def stub_library(
         mask: ``full``, ``causal`` or ``window``.
         fault: A name of `stub_kernel.cpp`.
         abi_version: What it says of itself.
+        bias: Of `gen.problem.Problem`.
+        bias_dtype: Its element type.
         **flags: Of `gen.problem.FLAGS`.
     """
     defines = {
@@ -54,8 +58,10 @@ def stub_library(
         **{flag.upper(): int(flags.get(flag, False)) for flag in FLAGS},
         "FAULT": fault,
         "ABI_VERSION": abi_version,
+        "BIAS": f'"{bias}"',
+        "BIAS_DTYPE": f'"{bias_dtype}"',
     }
-    name = "_".join(str(value) for value in defines.values())
+    name = "_".join(str(value) for value in defines.values()).replace('"', "")
     library = Path(_directory().name) / f"{name}.so"
     subprocess.run(
         [

@@ -16,7 +16,7 @@ from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import UsageError
 from ...gen.families import PRESETS
 from ...gen.lengths import HOW
-from ...gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem
+from ...gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem, bias_pattern
 from ..lab.timing import TIMING_STYLES
 
 _R = TypeVar("_R")
@@ -144,6 +144,15 @@ def _problem(
     sink: Annotated[
         bool, typer.Option("--sink", help="Each query head has a learnable sink: a score whose probability is lost.")
     ] = False,
+    alibi: Annotated[bool, typer.Option("--alibi", help="Scores have ALiBi's linear bias, by a slope a head.")] = False,
+    bias: Annotated[
+        str,
+        typer.Option("--bias", help="B_H_SQ_SKV, the shape of a bias of the scores, with ones where it is broadcast."),
+    ] = "",
+    bias_dtype: Annotated[
+        str, typer.Option("--bias-dtype", help="With --bias: bf16, fp16 or fp32. Default: that of q.")
+    ] = "",
+    bias_grad: Annotated[bool, typer.Option("--bias-grad", help="With --bias: its gradient is wanted.")] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="bf16 or fp16.")] = "bf16",
 ) -> Problem:
     """The problem that these options describe."""
@@ -167,13 +176,25 @@ def _problem(
         deterministic=deterministic,
         lse_grad=lse_grad,
         sink=sink,
+        alibi=alibi,
         lengths_as=_read_lengths(lengths),
     )
+    if bias or bias_dtype or bias_grad:
+        pattern = _read_bias(bias, problem) if bias else ""
+        problem = replace(problem, bias=pattern, bias_dtype=bias_dtype, bias_grad=bias_grad)
     if not lengths:
         return problem
     # The longest is known: it is what a caller would give.
     longest_q, longest_kv = (max(part) for part in zip(*problem.lengths, strict=True))
     return replace(problem, seqlen_q=longest_q, seqlen_kv=longest_kv)
+
+
+def _read_bias(given: str, problem: Problem) -> str:
+    """Which bias a shape is: `gen.problem.Problem.bias`."""
+    if not re.fullmatch(r"\d+(_\d+){3}", given, re.ASCII):
+        raise UsageError(f"malformed bias {given!r}: write B_H_SQ_SKV, such as 1_16_2048_2048")
+    shape = [int(size) for size in given.split("_")]
+    return bias_pattern(shape, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_kv)
 
 
 def _read_lengths(given: str) -> str:

@@ -37,6 +37,8 @@ struct Problem {
   int64_t deterministic;
   int64_t lse_grad;
   int64_t sink;
+  int64_t alibi;
+  int64_t bias_grad;
 
   bool operator==(const Problem& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from alembic.script import ScriptDirectory
 
 from bwdtune.db import connect, migrate
 from bwdtune.db.models import SCHEMA, VERSION_TABLE, Base
+from bwdtune.db.store import Store
 from bwdtune.gen.families import PRESETS, MmaConfig
 
 
@@ -226,11 +228,18 @@ class TestUnvalidated:
 
 
 class TestMigrations:
-    """The migrations, and the models that they are to result in."""
+    """The migrations, and the models that they are to result in: a new database has the tables of the models."""
 
-    def test_they_end_in_the_models(self, examples: Any) -> None:
-        examples.store.optuna_storage()
-        engine = connect.make_engine(examples.store.url)
+    @pytest.fixture(scope="class")
+    def migrated(self, tmp_path_factory: pytest.TempPathFactory) -> sa.URL:
+        path = tmp_path_factory.mktemp("migrated") / "bwdtune.sqlite"
+        shutil.copy(Path(__file__).parent / "fixtures" / "schema_1.sqlite", path)
+        with contextlib.closing(Store.open(path)) as store:
+            store.optuna_storage()
+            return store.url
+
+    def test_they_end_in_the_models(self, migrated: sa.URL) -> None:
+        engine = connect.make_engine(migrated)
         with engine.connect() as connection:
             context = MigrationContext.configure(
                 connection,
@@ -243,7 +252,7 @@ class TestMigrations:
             assert compare_metadata(context, Base.metadata) == []
         engine.dispose()
 
-    def test_they_end_in_the_models_constraints(self, examples: Any) -> None:
+    def test_they_end_in_the_models_constraints(self, migrated: sa.URL) -> None:
         """Which Alembic does not compare."""
 
         def constraints(engine: sa.Engine) -> dict[str, Any]:
@@ -265,9 +274,9 @@ class TestMigrations:
 
         of_models = sa.create_engine("sqlite://")
         Base.metadata.create_all(of_models)
-        migrated = connect.make_engine(examples.store.url)
-        assert constraints(migrated) == constraints(of_models)
-        migrated.dispose()
+        of_migrations = connect.make_engine(migrated)
+        assert constraints(of_migrations) == constraints(of_models)
+        of_migrations.dispose()
 
     def test_the_newest_is_the_programs_schema(self) -> None:
         config = AlembicConfig()

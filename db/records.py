@@ -33,6 +33,11 @@ class GpuKey:
     name: str
     capability: str
 
+    @property
+    def arch(self) -> str:
+        """The compile target, such as ``sm_90a``."""
+        return f"sm_{self.capability.replace('.', '')}a" if "." in self.capability else self.capability
+
 
 @dataclass(frozen=True)
 class Environment:

@@ -95,6 +95,22 @@ RTX_5090 = Device(
 """NVIDIA's RTX Blackwell whitepaper; the peak is at the rated boost clock, as the write-up locks it. The mma rate is
 that peak's: 209.5 TFLOPS are 4096 operations of a sub-partition in 32 clocks."""
 
+RTX_PRO_6000 = Device(
+    name="NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+    arch="sm_120a",
+    sm_count=188,
+    shared_memory_per_block_bytes=101_376,
+    shared_memory_per_sm_bytes=102_400,
+    registers_per_sm=65_536,
+    max_threads_per_sm=1536,
+    boost_clock_ghz=2.617,
+    peak_tflops=503.8,
+    bandwidth_tb_s=1.792,
+    clocks_per_mma=16.0,
+)
+"""NVIDIA's RTX Blackwell PRO whitepaper (v1.1, table 4). Limits of compute capability 12.0, as an RTX 5090's: the CUDA
+programming guide. The mma rate is the peak's, twice a GeForce card's with fp32 accumulation."""
+
 H200 = Device(
     name="NVIDIA H200",
     arch="sm_90a",
@@ -189,7 +205,7 @@ HOST = Device(
 """The CPU that executes a kernel as plain C++, with an H200's limits so that every kernel runs there, an emulated one
 too. It has no peak: its rates are placeholders, and no percentage is taken of them."""
 
-KNOWN_DEVICES = (RTX_5090, H200, H100, B200, GB300, GB10, HOST)
+KNOWN_DEVICES = (RTX_5090, RTX_PRO_6000, H200, H100, B200, GB300, GB10, HOST)
 _BY_ARCH = {
     "sm_120": RTX_5090,
     "sm_120a": RTX_5090,

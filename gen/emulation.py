@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .device import RTX_5090, Device
+from .device import RTX_5090, RTX_PRO_6000, Device
 from .errors import UsageError
 
-EMULATED_CARDS = {"sm_120": RTX_5090}
+EMULATED_CARDS = {"sm_120": RTX_5090, "rtx_pro_6000": RTX_PRO_6000}
 """Cards that another one can stand for, by the name they are asked for."""
 
 

@@ -218,7 +218,8 @@ class GpuExaminer:
             if not variant.library:
                 return f"it does not compile here: {variant.error}"
             stored = kernel.variant
-            standing = Identity(stored.source_hash, stored.machine_code, stored.toolchain).standing(variant)
+            identity = Identity(stored.source_hash, stored.machine_code, stored.toolchain, stored.arch)
+            standing = identity.standing(variant)
             if standing is Standing.OTHER:
                 return (
                     "this version makes another kernel of its configuration than the one that was timed: search again"

@@ -229,13 +229,15 @@ def _search_on_cluster(
 
 
 def _fitting(problem: Problem, options: SearchOptions, device: Device) -> SearchOptions:
-    """The options as they are on a card: what another card's limits are is nothing there, if they are its own.
+    """The options as they are on a card: its own limits are no limits to keep to, and it need not emulate itself.
 
     Raises:
         UsageError: No configuration is valid.
     """
-    if options.within and EMULATED_CARDS[options.within].arch == device.arch:
-        options = replace(options, limits=None, emulate=None)
+    if options.limits and EMULATED_CARDS[options.limits].arch == device.arch:
+        options = replace(options, limits=None)
+    if options.emulate and EMULATED_CARDS[options.emulate].name == device.name:
+        options = replace(options, emulate=None)
     valid_configs(problem, EMULATED_CARDS[options.within] if options.within else device)
     return options
 

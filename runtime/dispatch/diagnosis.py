@@ -150,5 +150,6 @@ def _of_the_kernel(row: Row, problem: Problem, device: Device, cache: Path | Non
     made = [variant for variant in find_built(source, device.arch, cache=cache) if variant.toolchain == here]
     code = made[0].machine_code if made else None
     if row.machine_code and code and code != row.machine_code:
-        found.append(Difference("machine code", row.machine_code, code, row.toolkit == here))
+        excludes = (row.toolkit, row.gpu.arch) == (here, device.arch)
+        found.append(Difference("machine code", row.machine_code, code, excludes))
     return found

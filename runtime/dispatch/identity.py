@@ -18,7 +18,7 @@ class Standing(enum.Enum):
 
     SAME = "the kernel that was verified and timed"
     OTHER = "another kernel"
-    UNPROVEN = "what another compiler made of the kernel's text, or the kernel with more before it"
+    UNPROVEN = "the kernel's text by another compiler or for another target, or the kernel with more before it"
 
 
 class Unproven(str):
@@ -35,24 +35,27 @@ class Identity:
         source_hash: Hash of its text.
         machine_code: Hash of its machine code; None where it was stored before there was such a hash.
         toolkit: The nvcc that compiled it.
+        arch: The target that it was compiled for.
         stands_in: Whether what is built has the same main kernel and more before it: `records.Row.stands_in`.
     """
 
     source_hash: str
     machine_code: str | None
     toolkit: str
+    arch: str
     stands_in: bool = False
 
     def standing(self, variant: Variant) -> Standing:
         """What a library of today's text is.
 
-        By machine code, whatever the text. The same compiler's other machine code is another kernel, which nobody has
-        timed; another compiler's is unproven. Where one of the two hashes is missing the text tells: it always does in
-        a build for the CPU, which has no machine code of a GPU. What stands in for another is never the same.
+        By machine code, whatever the text. Other machine code by the same compiler for the same target is another
+        kernel, which nobody has timed; by another compiler, or for another target, it is unproven. Where one of the two
+        hashes is missing the text tells: it always does in a build for the CPU, which has no machine code of a GPU.
+        What stands in for another is never the same.
         """
         if self.stands_in:
             return Standing.UNPROVEN
-        same_compiler = variant.toolchain == self.toolkit or variant.arch == HOST_ARCH
+        same_compiler = (variant.toolchain, variant.arch) == (self.toolkit, self.arch) or variant.arch == HOST_ARCH
         if self.machine_code and variant.machine_code:
             if self.machine_code == variant.machine_code:
                 return Standing.SAME
@@ -103,6 +106,8 @@ class Identity:
     def _origin(self, variant: Variant) -> str:
         if self.stands_in:
             return "it was timed without the gradient of the log-sum-exp or the sinks"
+        if variant.arch != self.arch:
+            return f"compiled for {variant.arch} it is other code than for {self.arch}, for which it was timed"
         return f"nvcc {variant.toolchain} compiles it to other code than nvcc {self.toolkit}, with which it was timed"
 
 

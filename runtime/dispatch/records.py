@@ -56,7 +56,7 @@ class Row:
     @property
     def identity(self) -> Identity:
         """What tells its kernel from others."""
-        return Identity(self.source_hash, self.machine_code, self.toolkit, self.stands_in)
+        return Identity(self.source_hash, self.machine_code, self.toolkit, self.gpu.arch, self.stands_in)
 
     @property
     def name(self) -> str:

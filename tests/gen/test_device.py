@@ -11,6 +11,7 @@ from bwdtune.gen.device import (
     H200,
     HOST,
     RTX_5090,
+    RTX_PRO_6000,
     Device,
     alike,
     device_for_arch,
@@ -47,7 +48,8 @@ def test_an_arch_stands_for_a_card(arch: str, device: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "per_sm"), [(B200, 8192), (GB300, 8192), (GB10, 512), (H200, 4096), (RTX_5090, 512)]
+    ("device", "per_sm"),
+    [(B200, 8192), (GB300, 8192), (GB10, 512), (H200, 4096), (RTX_5090, 512), (RTX_PRO_6000, 1024)],
 )
 def test_peaks_are_what_the_tensor_cores_do_in_a_clock(device: Device, per_sm: int) -> None:
     assert device.peak_tflops == pytest.approx(device.sm_count * device.boost_clock_ghz * per_sm / 1000, rel=2e-3)

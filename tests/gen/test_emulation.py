@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bwdtune.gen.device import H100, H200, HOST, RTX_5090, Device
-from bwdtune.gen.emulation import emulation
+from bwdtune.gen.device import H100, H200, HOST, RTX_5090, RTX_PRO_6000, Device
+from bwdtune.gen.emulation import EMULATED_CARDS, emulation
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
@@ -17,17 +17,27 @@ from bwdtune.tuner.search.tensor_activity import mma_count, tensor_activity
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
 
-@pytest.mark.parametrize("card", [H200, H100, HOST], ids=lambda card: card.name)
-def test_an_h200_takes_four_dummies_for_a_5090(card: Device) -> None:
-    pace = emulation("sm_120", card)
-    assert pace.dummies == 4
-    assert pace.clocks_per_mma == pytest.approx(30.4)
-    assert pace.clocks_per_mma == pytest.approx(RTX_5090.clocks_per_mma, rel=0.06)
+@pytest.mark.parametrize(
+    ("name", "card", "dummies", "clocks"),
+    [
+        ("sm_120", H200, 4, 30.4),
+        ("sm_120", H100, 4, 30.4),
+        ("sm_120", HOST, 4, 30.4),
+        ("sm_120", RTX_PRO_6000, 1, 32.0),
+        ("rtx_pro_6000", H200, 2, 18.24),
+    ],
+)
+def test_as_many_dummies_as_the_rates_differ(name: str, card: Device, dummies: int, clocks: float) -> None:
+    pace = emulation(name, card)
+    assert (pace.target, pace.dummies) == (EMULATED_CARDS[name], dummies)
+    assert pace.clocks_per_mma == pytest.approx(clocks)
+    assert pace.clocks_per_mma == pytest.approx(pace.target.clocks_per_mma, rel=0.15)
 
 
-def test_the_5090s_rate_is_its_peak() -> None:
-    flops_per_clock = RTX_5090.peak_tflops * 1e12 / (RTX_5090.boost_clock_ghz * 1e9 * RTX_5090.sm_count * 4)
-    assert RTX_5090.clocks_per_mma == pytest.approx(2 * 16 * 8 * 16 / flops_per_clock, rel=1e-3)
+@pytest.mark.parametrize("card", EMULATED_CARDS.values(), ids=lambda card: card.name)
+def test_an_emulated_cards_rate_is_its_peak(card: Device) -> None:
+    flops_per_clock = card.peak_tflops * 1e12 / (card.boost_clock_ghz * 1e9 * card.sm_count * 4)
+    assert card.clocks_per_mma == pytest.approx(2 * 16 * 8 * 16 / flops_per_clock, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +46,7 @@ def test_the_5090s_rate_is_its_peak() -> None:
         ("sm_100", H200, "unknown card to emulate"),
         ("sm_120", replace(H200, clocks_per_mma=None), "is not known"),
         ("sm_120", RTX_5090, "not twice as fast"),
+        ("rtx_pro_6000", RTX_5090, "not twice as fast"),
         ("sm_120", replace(H200, clocks_per_mma=25.0), "not twice as fast"),
     ],
 )

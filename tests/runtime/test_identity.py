@@ -57,26 +57,43 @@ def library(code: str | None, toolchain: str = "13.0.88", source: Source = TEXT,
 def test_machine_code_tells_and_where_there_is_none_the_text(
     known: str | None, text: str, code: str | None, toolchain: str, standing: Standing
 ) -> None:
-    identity = Identity(Source("kind", PRESETS["v1"], text).hash, known, "13.0.88")
+    identity = Identity(Source("kind", PRESETS["v1"], text).hash, known, "13.0.88", "sm_90a")
     assert identity.standing(library(code, toolchain)) is standing
+
+
+@pytest.mark.parametrize(
+    ("known", "text", "code", "standing"),
+    [
+        ("a", "text", "a", Standing.SAME),
+        ("a", "text", "b", Standing.UNPROVEN),
+        (None, "text", "b", Standing.UNPROVEN),
+        (None, "other", "b", Standing.OTHER),
+    ],
+)
+def test_code_for_another_target_is_verified_where_it_differs(
+    known: str | None, text: str, code: str, standing: Standing
+) -> None:
+    """A GB10 is given what is shipped for an RTX 5090, by the same nvcc."""
+    identity = Identity(Source("kind", PRESETS["v1"], text).hash, known, "13.0.88", "sm_120a")
+    assert identity.standing(library(code, arch="sm_121a")) is standing
 
 
 def test_a_build_for_the_cpu_is_known_by_its_text() -> None:
     variant = library(None, "g++ 12.2.0", arch="host")
-    assert Identity(TEXT.hash, None, "13.0.88").standing(variant) is Standing.SAME
-    assert Identity("other", None, "13.0.88").standing(variant) is Standing.OTHER
+    assert Identity(TEXT.hash, None, "13.0.88", "sm_90a").standing(variant) is Standing.SAME
+    assert Identity("other", None, "13.0.88", "sm_90a").standing(variant) is Standing.OTHER
 
 
 def test_what_has_more_before_its_main_kernel_is_never_known_already() -> None:
     for variant in (library("a", "13.0.88"), library(None, "g++ 12.2.0", arch="host")):
-        assert Identity(TEXT.hash, "a", "13.0.88", stands_in=True).standing(variant) is Standing.UNPROVEN
+        assert Identity(TEXT.hash, "a", "13.0.88", "sm_90a", stands_in=True).standing(variant) is Standing.UNPROVEN
 
 
 class TestAnotherCompiler:
     """Its code is verified once, and never by `find`, which others wait for."""
 
     SOURCE = render(PROBLEM, PRESETS["v1"])
-    WANTED = Build(PROBLEM, PRESETS["v1"], Identity(SOURCE.hash, "a", "13.0.88"), "sm_90a")
+    WANTED = Build(PROBLEM, PRESETS["v1"], Identity(SOURCE.hash, "a", "13.0.88", "sm_90a"), "sm_90a")
 
     @pytest.fixture(autouse=True)
     def _cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +133,8 @@ class TestAnotherCompiler:
     def test_what_stands_in_for_another_is_verified_too(self) -> None:
         """With gradients of the log-sum-exp and sinks; what it was measured by says nothing of its text."""
         problem = replace(PROBLEM, lse_grad=True, sink=True)
-        wanted = Build(problem, PRESETS["v1"], Identity("a plain problem's", None, "13.1.4", stands_in=True), "sm_90a")
+        identity = Identity("a plain problem's", None, "13.1.4", "sm_90a", stands_in=True)
+        wanted = Build(problem, PRESETS["v1"], identity, "sm_90a")
         assert builds.find(wanted) is None
         self.will_be = Verdict(False, "dsink is wrong")
         assert builds.make([wanted])[wanted].kernel == (

@@ -313,13 +313,13 @@ def bench(
         BwdtuneError: No compiler, no place for builds, or the GPU cannot run the problem at all.
     """
     check_kernels(kernels, direction, limits, emulate)
-    if emulate and EMULATED_CARDS[emulate].arch == device.arch:
+    if emulate and EMULATED_CARDS[emulate].name == device.name:
         emulate = None  # it is that card
+    if limits and EMULATED_CARDS[limits].arch == device.arch:
+        limits = None  # its own
     if emulate:
         emulation(emulate, device)  # refuses a card that cannot
         limits = emulate
-    if limits and EMULATED_CARDS[limits].arch == device.arch:
-        limits = None  # its own
     entries = _resolve(problem, list(dict.fromkeys(kernels)), environment, limits, emulate, open_store)
     devices = [device, EMULATED_CARDS[limits]] if limits else [device]
     for entry in entries:

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...db.records import EMULATED, EmulatedBest, Winner
+from ...db.records import EmulatedBest, Winner
 from ...db.shipped import Shipped, read_shipped, write_shipped
 from ...gen.build.jobs import Variant, build
 from ...gen.build.toolchain import find_compiler
-from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import BwdtuneError
 from ...gen.families import Config, short_form
 from ...gen.problem import Problem
 from ...gen.render import Source, template_hash
-from ...runtime.gpu import gpu_key
 from ..earlier import Asked, Earlier, earlier, render_today
 from ..text_table import Column, TextTable
 from .options import CacheOption, DatabaseOption, JsonOption
@@ -251,9 +249,8 @@ def _stored(store: Store) -> Iterator[Measured]:
 
 def _of_shipped(row: Shipped) -> Measured:
     # What an emulated row is about is the kernel without dummy mma, for the card that was emulated.
-    cards = {gpu_key(card): card for card in EMULATED_CARDS.values()}
-    arch = cards[row.gpu].arch if row.kind == EMULATED else row.environment.arch
-    return Measured(row.problem, row.config, None, arch, row.environment.toolkit, row.source_hash, row.machine_code)
+    toolkit = row.environment.toolkit
+    return Measured(row.problem, row.config, None, row.gpu.arch, toolkit, row.source_hash, row.machine_code)
 
 
 def _to_dict(one: Comparison) -> dict[str, Any]:

@@ -413,6 +413,7 @@ def test_cycles_are_counted_where_they_are_asked_for():
     ("kernels", "options", "message"),
     [
         (["v1"], {"emulate": "sm_121"}, "unknown card to emulate 'sm_121': use sm_120"),
+        (["v1"], {"emulate": "rtx_pro_6000", "device": RTX_5090}, "not twice as fast"),
         (["fa"], {"emulate": "sm_120"}, "fa is PyTorch's"),
         (["v1"], {"emulate": "sm_120", "device": replace(H200, clocks_per_mma=None)}, "is not known"),
     ],

@@ -100,12 +100,13 @@ def _objection(best: Winner | EmulatedBest, variant: Variant) -> str:
 
     if not variant.library:
         return f"it does not compile here: {variant.error}"
-    standing = Identity(best.source_hash, best.machine_code, best.environment.toolkit).standing(variant)
+    timed = best.environment
+    standing = Identity(best.source_hash, best.machine_code, timed.toolkit, timed.arch).standing(variant)
     if standing is Standing.OTHER:
         return "this version makes another kernel of it than the one that was timed: search again"
     if standing is Standing.UNPROVEN:
         return (
-            f"nvcc {variant.toolchain} makes other machine code of it than nvcc {best.environment.toolkit}, with which "
+            f"nvcc {variant.toolchain} makes other machine code of it than nvcc {timed.toolkit}, with which "
             "it was timed: it is verified once before it is used, and has another's time until it is searched again"
         )
     return ""

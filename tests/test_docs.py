@@ -55,6 +55,12 @@ def test_files_that_are_named_exist(page: Path) -> None:
             assert list(ROOT.glob(code.rstrip("/"))), code
 
 
+def test_the_source_of_a_kernel_is_saved_as_the_docs_say(capsys: pytest.CaptureFixture[str]) -> None:
+    (script,) = re.findall(r"python -c '(.*?)' > kernel.cu", text_of(Path("docs/host.md")), re.DOTALL)
+    exec(script, {})
+    assert capsys.readouterr().out.startswith("// Attention backward")
+
+
 @pages
 def test_no_line_is_too_long(page: Path) -> None:
     """But for rows of tables and code, which cannot be broken."""

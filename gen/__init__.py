@@ -1,1 +1,1 @@
-"""A problem and a configuration become CUDA source, and the source a shared library."""
+"""From a problem and a configuration to CUDA source, and from source to a shared library."""

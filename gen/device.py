@@ -1,4 +1,4 @@
-"""What a card allows and promises: architecture, limits of a block and of an SM, peak rates."""
+"""Limits and peak rates of cards: architecture, limits of a block and of an SM, throughput."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Another card's pace: how far a card's tensor cores are slowed, to stand for a card that is not here.
+"""Emulates another card's ``mma`` rate: how far a card's tensor cores are slowed to stand for a card that is not here.
 
-Each real ``mma`` is accompanied by dummy ones, which add zero, and no more blocks run on an SM than would there.
-Everything else keeps its own speed: barriers, shared memory and latencies are those of the running card, and so are its
-L2 and its DRAM.
+Each real ``mma`` is accompanied by dummy ones, which add zero, and no more blocks run on an SM than on the other card.
+Everything else runs at its own speed: barriers, shared memory, latencies, L2 and DRAM are those of the running card.
 """
 
 from __future__ import annotations

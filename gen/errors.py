@@ -1,4 +1,4 @@
-"""Errors that are meant for people: one line that says what is wrong and what to do."""
+"""Errors for users: one line that says what is wrong and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lengths of packed sequences that are timed, for lack of a caller's own: drawn, or as a person gives them."""
+"""Lengths of packed sequences to time: drawn from a distribution, or given by the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every place outside the package that is written to: the cache of compiled kernels and the database."""
+"""The places outside the package that are written to: the cache of compiled kernels, and the database."""
 
 from __future__ import annotations
 

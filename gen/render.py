@@ -1,4 +1,4 @@
-"""A problem and a configuration become CUDA source: text and content hash, the same on every machine."""
+"""Renders a problem and a configuration to CUDA source: text and content hash, the same on every machine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def render(
     Args:
         problem: The problem.
         config: The configuration.
-        emulate: Another card whose mma rate it keeps to: a key of `emulation.EMULATED`. Such a build counts its cycles.
+        emulate: Another card whose mma rate it keeps to: a key of `emulation.EMULATED_CARDS`. Such a build counts its
+            cycles.
         card: The card that then runs it.
         cycles: Have it count its cycles: from the first start to the last end of a block of the main kernel on each SM.
 

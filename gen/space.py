@@ -1,4 +1,4 @@
-"""The search space: the valid points for a problem on a device, and for each other point the reason."""
+"""The search space: the valid configurations for a problem on a device, and the reason for each invalid one."""
 
 from __future__ import annotations
 

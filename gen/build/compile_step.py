@@ -1,8 +1,8 @@
-"""One compile: under a lock, with a time limit, in a private directory that is published whole.
+"""One compile: under a lock, with a time limit, in a private directory that is renamed into place when it is complete.
 
-ninja runs this file as a script (``python -I -S compile_step.py JOB SOCKET``), one process a compile. So it imports the
-standard library only, and the file system is all that it shares with others: several processes may build into one
-cache.
+ninja runs this file as a script (``python -I -S compile_step.py JOB SOCKET``), one process for each compile. It
+therefore imports only the standard library, and shares only the file system with others: several processes may build
+into one cache.
 
 What it publishes, by one rename, is an entry: the source, the library, the compiler's output and a `Record` of it.
 """

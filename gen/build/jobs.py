@@ -1,8 +1,8 @@
-"""Sources become shared libraries and ptxas' figures, in a content-addressed cache.
+"""Compiles sources into shared libraries, with ptxas' figures, in a content-addressed cache.
 
-The cache holds an entry (a directory, see `compile_step`) a key. The key is of the source's text, the flags, the target
-and the compiler's version. Entries appear whole and are never changed; a failure or a time-out is an entry too, so that
-nobody pays for it twice.
+The cache holds one entry (a directory, see `compile_step`) for each key. The key is a hash of the source's text, the
+flags, the target and the compiler's version. Entries appear complete and are never changed. A failure or a time-out is
+an entry too, so it is paid for only once.
 """
 
 from __future__ import annotations

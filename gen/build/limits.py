@@ -1,4 +1,4 @@
-"""How many compiles this machine takes at once: cores and memory, as far as this process may use them."""
+"""How many compiles run at once on this machine: by the cores and the memory that this process may use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Finds the compilers: nvcc (CUDA_HOME, PATH, the pip wheels), and g++ or clang++ for kernels as plain C++.
 
-As a script (``python -m bwdtune.gen.toolchain``) it says which nvcc is used, and ends with status 1 where there is
-none, so the set-up knows whether the nvcc wheels are needed.
+As a script (``python -m bwdtune.gen.build.toolchain``) it prints which nvcc is used. It ends with status 1 if there is
+none, which tells the set-up to install the nvcc wheels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The families of kernels: one file for each, all that Python knows of it."""
+"""The kernel families: one file for each, with all that Python knows of it."""
 
 from .base import Config, Contradiction, Estimate, Parameter, Phase, TileWork, ceil_div
 from .mma import MmaConfig

@@ -1,6 +1,6 @@
-"""What a family of kernels is to Python: its parameters, what they need and refuse, and the work of one tile.
+"""What Python needs to know of a kernel family: its parameters, what they need and refuse, and the work of one tile.
 
-A family is a subclass of `Config`, a configuration is an instance of it. The subclass declares each parameter once
+A family is a subclass of `Config`; a configuration is an instance of it. The subclass declares each parameter once
 (`parameter`): ids, stored JSON, the search space, the command line and the table in the docs follow from that
 declaration. docs/recipes.md says how to add one.
 """

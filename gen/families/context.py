@@ -1,7 +1,7 @@
-"""What the templates of a kernel see: one object, `kernel`, whose type says what there is.
+"""What templates can use: one object, `kernel`, whose type declares its contents.
 
-A template asks for nothing else: no included file reads a variable of the file that includes it. What only one family's
-templates need stands in that family's class, in its file.
+No included file reads a variable of the file that includes it. What only one family's templates need is in that
+family's class, in its file.
 """
 
 from __future__ import annotations

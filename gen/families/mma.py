@@ -1,4 +1,4 @@
-"""The ``mma`` family (``templates/mma``): ``mma.sync``, a block a tile of keys, barriers of all its warps."""
+"""The ``mma`` family (``templates/mma``): ``mma.sync``, one block for each tile of keys, block barriers in the loop."""
 
 from __future__ import annotations
 

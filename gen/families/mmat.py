@@ -1,4 +1,4 @@
-"""The ``mmat`` family (``templates/mmat``): ``mma.sync`` with scores computed transposed, no barrier of all warps."""
+"""The ``mmat`` family (``templates/mmat``): ``mma.sync``, transposed scores, mbarriers instead of block barriers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations with a name, and how any other is written: as a preset and what differs from it."""
+"""Named configurations, and the short form of all others: a preset and what differs from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The families by name, and configurations from what was stored or written down of them."""
+"""Families by name, and configurations from their stored or written form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of all parameters, for the docs."""
+"""The table of all parameters in docs/parameters.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``wgmma`` family (``templates/wgmma``): warpgroups of Hopper, a producer and two consumers."""
+"""The ``wgmma`` family (``templates/wgmma``): Hopper's warpgroups, one producer and two consumers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which kernel computes a problem here.
+"""Chooses the kernel that computes a problem on this GPU.
 
-`choose` answers by arithmetic on what is known already; reading the database, rendering, compiling and loading happen
-in a background thread (`choices`), unless `prepare` or `warmup` has done it before. The rule of choice is in
-`selection`, and docs/dispatch.md describes all of it.
+`choose` decides by arithmetic on what is known already. Reading the database, rendering, compiling and loading happen
+in a background thread (`choices`), unless `prepare` or `warmup` did it before. The rule of choice is in `selection`;
+docs/dispatch.md describes all of it.
 """
 
 from .choices import choose, discard, forget, prepare, subscribe

@@ -1,4 +1,4 @@
-"""A row's kernel: found in the cache, or compiled into it, and loaded."""
+"""The kernel of a row: found in the cache, or compiled into it, and loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`choose`: what is known is looked up, what is not is found out in the background."""
+"""`choose`: looks up what is known, and has the rest prepared in the background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of what ran, for `statistics.stats`: of the fronts in Python. The C++ operator counts for itself."""
+"""Counts of what ran through the functions in Python, for `statistics.stats`. The C++ operator has its own counts."""
 
 from __future__ import annotations
 

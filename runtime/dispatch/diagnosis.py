@@ -1,4 +1,4 @@
-"""`diagnose`: what a problem misses: the rows that are nearest to it, and what of each does not fit."""
+"""`diagnose`: why a problem has no kernel: the rows nearest to it, and what excludes each."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whether a library is the kernel that was verified and timed: by its machine code, and where that cannot be known by a
-verification here."""
+"""Whether a library is the kernel that was verified and timed: by its machine code, or else by a verification here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dispatch says in the log: each thing once, and never without bound."""
+"""What dispatch writes to the log: each message once, and a limited number of them."""
 
 from __future__ import annotations
 

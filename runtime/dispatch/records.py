@@ -1,4 +1,4 @@
-"""What dispatch chooses among, and what it answers."""
+"""The rows among which dispatch chooses, and its answer."""
 
 from __future__ import annotations
 

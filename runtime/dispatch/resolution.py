@@ -1,4 +1,4 @@
-"""From rows to a choice: the first row whose kernel can be had."""
+"""From rows to a choice: the first row whose kernel can be made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what there is to choose from: the stored winners, and what this version ships."""
+"""Reads the rows to choose from: the stored winners, and what this version ships."""
 
 from __future__ import annotations
 

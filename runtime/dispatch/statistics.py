@@ -1,4 +1,4 @@
-"""`stats`: what ran in this process, and what could not."""
+"""`stats`: which kernels ran in this process, and why PyTorch's backward ran instead."""
 
 from __future__ import annotations
 

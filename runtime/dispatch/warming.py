@@ -1,4 +1,4 @@
-"""Kernels ahead of time: `warmup` in a process, `build_for` for `tuner prebuild`, too."""
+"""Prepares kernels ahead of time: `warmup` in a process, `build_for` for `tuner prebuild`."""
 
 from __future__ import annotations
 

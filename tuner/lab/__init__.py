@@ -1,1 +1,1 @@
-"""Candidates are verified and timed: a GPU process that may be killed, and its client."""
+"""Verifies and times candidates, in a GPU process that may be killed, and its client."""

@@ -1,4 +1,4 @@
-"""Whole calls of attention as a training step makes them, autograd and all: PyTorch's and ours."""
+"""Whole calls of attention as in a training step, autograd included: PyTorch's and ours."""
 
 from __future__ import annotations
 

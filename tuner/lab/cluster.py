@@ -1,7 +1,7 @@
-"""The GPUs and CPUs of a Ray cluster: a bench is an actor with a GPU, a compile a task on whichever node has a core.
+"""The GPUs and CPUs of a Ray cluster: a bench is an actor with a GPU, a compile is a task on any node with a free core.
 
-Ray finds the places, starts the processes and tells when one is gone. Nodes need no common file system: compiled
-kernels travel as bytes, by Ray's object store.
+Ray places and starts the processes, and reports when one is gone. Nodes need no common file system: compiled kernels
+travel as bytes, through Ray's object store.
 """
 
 from __future__ import annotations

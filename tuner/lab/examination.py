@@ -1,4 +1,4 @@
-"""What a bench does with a candidate: the third gate, and a time beside the kernel that all are compared with."""
+"""How a bench examines a candidate: the third gate, then a time beside the reference kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The third gate as everybody passes it: small problems of the kind first, then the problem's own sizes."""
+"""The third gate: small problems of the kind first, then the problem's own sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parent of the process that owns the GPU: a crash, a sticky CUDA error or a hang costs one candidate only."""
+"""The parent of the process that owns the GPU. A crash, a sticky CUDA error or a hang costs one candidate only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One at a time measures on a GPU: who comes second waits, and is told for whom."""
+"""A lock for each GPU: one process at a time measures on it; a second one waits, and names the process it waits for."""
 
 from __future__ import annotations
 

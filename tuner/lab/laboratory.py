@@ -1,4 +1,4 @@
-"""The processes that verify and time, and where they do."""
+"""Starts the processes that verify and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether one kernel is faster than another, from times that were taken side by side."""
+"""Whether one kernel is faster than another, by times that were taken side by side."""
 
 from __future__ import annotations
 

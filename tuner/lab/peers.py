@@ -1,4 +1,4 @@
-"""PyTorch's own backward kernels, which are timed beside ours."""
+"""PyTorch's own backward kernels, timed beside ours."""
 
 from __future__ import annotations
 

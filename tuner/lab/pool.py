@@ -1,7 +1,7 @@
-"""Work for benches, wherever they are: one process proposes and learns, each bench does one piece of work at a time.
+"""Distributes work over benches: one process proposes and learns, each bench does one piece of work at a time.
 
-This is all that a search knows of its GPUs. One GPU is a pool of one bench; several of one host, and those of a
-cluster, are more of them. A bench that is lost costs what it was doing, which another one does again.
+A search knows its GPUs only through this pool. One GPU is a pool of one bench; several GPUs of a host or a cluster are
+more of them. If a bench is lost, another one repeats its piece of work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the process that owns the GPU and its client say to each other, and what a search needs of the two."""
+"""The messages between the process that owns the GPU and its client, and the interface that a search uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times kernels: CUDA events, poisoned outputs, all kernels in each round, in another order."""
+"""Times kernels by CUDA events: poisoned outputs, every kernel in each round, in another order each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long kernels take, as data: the policy they are timed by, and the times with their intervals."""
+"""Timings as data: the policy, the times and their intervals."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What to try next, and which configuration won."""
+"""Chooses what to try next, and which configuration wins."""

@@ -1,4 +1,4 @@
-"""A candidate: proposed, compiled ahead, held to the compiler gate, decided, and told to the sampler."""
+"""A candidate's way: proposed, compiled ahead, checked by the compiler gate, decided, and reported to the sampler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this search is about to measure, told to the others: two searches of one problem measure nothing twice."""
+"""Claims on configurations in the database, so that two searches of one problem measure nothing twice."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How long a configuration would take on a card, by arithmetic alone: an order for candidates, not their times.
+"""Predicts a configuration's time on a card by arithmetic alone: good for an order of candidates, not for their times.
 
-A tile of scores costs each unit of an SM so many cycles: tensor cores, shared memory, what computes P and dS, and the
-L2 that dQ is added up in. The units work side by side, but never perfectly: together they take a norm of what each
-takes, between the longest and the sum. What nothing covers is added: a barrier's drain, a load that is waited for, a
-block's start and end. `tests/tuner/test_cost_model.py` holds it to what was measured; docs/cost_model.md says how good
-it is.
+A tile of scores costs each unit of an SM a number of cycles: tensor cores, shared memory, the units that compute P and
+dS, and the L2 in which dQ is summed. The units work side by side, but never perfectly: a tile takes a norm of their
+cycles, between the largest and the sum. What nothing overlaps is added: the drain of a barrier, the wait for a load, a
+block's start and end. `tests/tuner/search/test_cost_model.py` compares it with measurements; docs/cost_model.md says
+how good it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configurations as rows of small integers: each parameter's place among its choices, the family's first."""
+"""Configurations as rows of small integers: the family, then the index of each parameter's value among its choices."""
 
 from __future__ import annotations
 

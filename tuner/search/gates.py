@@ -1,4 +1,4 @@
-"""What the compiler gate lets pass."""
+"""The bounds of the compiler gate."""
 
 from __future__ import annotations
 

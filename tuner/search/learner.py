@@ -1,8 +1,8 @@
-"""What a search has learned: how far times are from the predicted ones, and which configurations do not compile well.
+"""What a search learns: how far times are from the predicted ones, and which configurations are refused.
 
-The cost model is the prior. What it does not see (phase effects, what ptxas makes of a kernel) is learned from
-outcomes: a Gaussian process a family for the logarithm of measured over predicted, and a logistic regression for what
-is refused. The next candidate is the one with the largest expected improvement, weighted by its chance to pass the
+The cost model is the prior. What it does not know (phase effects, what ptxas makes of a kernel) is learned from
+outcomes: for each family a Gaussian process for the logarithm of measured over predicted time, and a logistic
+regression for refusals. The next candidate has the largest expected improvement, weighted by its chance to pass the
 compiler gate (Jones et al. 1998, "Efficient Global Optimization"; Gardner et al. 2014 for the weight).
 """
 

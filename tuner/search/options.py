@@ -1,4 +1,4 @@
-"""What a person chooses about a search. Light to import, so that bad input is told at once."""
+"""The options of a search. Cheap to import, so that wrong input is reported at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A database server may restart under a search: its calls are tried again for a while."""
+"""Repeats calls to a database server for a while, since it may restart during a search."""
 
 from __future__ import annotations
 

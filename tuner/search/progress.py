@@ -1,4 +1,4 @@
-"""How a search tells of itself while it runs, and where its time goes."""
+"""What a search reports while it runs, and where its time goes."""
 
 from __future__ import annotations
 

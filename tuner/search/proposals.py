@@ -1,9 +1,8 @@
-"""Which configuration is tried next: Optuna's samplers, held to the valid configurations that were not tried yet.
+"""Proposes the next configuration: Optuna's samplers, restricted to valid configurations that were not tried yet.
 
-Two Optuna studies share the work. One in memory is asked and told; a sampler of our own hands it valid parameters
-only, so no trial of it is invalid. The other lies in the database and is a log: a trial is added to it when it has
-ended, in one transaction, so that a killed search leaves no half-open trial and another run can read what is
-settled.
+There are two Optuna studies. The one in memory is asked and told; our sampler gives it valid parameters only, so it has
+no invalid trials. The one in the database is a log: a trial is added in one transaction when it has ended. So a killed
+search leaves no half-open trial, and another run can read what was decided.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a search runs and what with, as it is stored with the search."""
+"""Where and with what a search runs, as stored with the search."""
 
 from __future__ import annotations
 

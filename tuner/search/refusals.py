@@ -1,7 +1,7 @@
-"""Which configurations come through the compilers: the chance, learned from those that did and those that did not.
+"""Predicts which configurations compile: a probability, learned from those that did and those that did not.
 
-ptxas spills, or serializes wgmma, where registers are short. How many a thread needs at least is known before, and how
-many it can have: what is left decides most, and the choices of parameters some of the rest.
+ptxas spills, or serializes wgmma, when registers are short. A lower bound of the registers that a thread needs is known
+in advance, and so is how many it can have. The difference decides most, the values of the parameters some of the rest.
 """
 
 from __future__ import annotations

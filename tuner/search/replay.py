@@ -1,4 +1,4 @@
-"""Samplers against a recorded sweep: how near to its best they come, without a GPU."""
+"""Runs samplers against a recorded sweep: how close they come to its best, without a GPU."""
 
 from __future__ import annotations
 

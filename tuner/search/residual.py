@@ -1,12 +1,12 @@
 """How far measured times are from predicted ones: a Gaussian process over a family's parameters.
 
-Two configurations have the more in common, the fewer parameters they differ in, and how much each parameter matters is
-learned: of a dozen, two or three decide where the cost model is wrong, and which they are, the outcomes say. What one
-problem has shown holds for another in part. (Hutter, Hoos and Leyton-Brown 2011, "Sequential Model-Based Optimization
-for General Algorithm Configuration", for the kernel over choices; Rasmussen and Williams 2006, "Gaussian Processes for
-Machine Learning", chapter 5 for the evidence; Bonilla, Chai and Williams 2007, "Multi-task Gaussian Process
-Prediction".) scikit-learn's process has no such kernel, and with one of ours it asks for the derivative of each
-covariance by each parameter, which is too slow between two candidates of a search.
+Two configurations are the more similar, the fewer parameters they differ in. How much each parameter matters is learned
+from the outcomes: of a dozen parameters, two or three decide where the cost model is wrong. What one problem has shown
+holds for another in part. (Hutter, Hoos and Leyton-Brown 2011, "Sequential Model-Based Optimization for General
+Algorithm Configuration", for the kernel over choices; Rasmussen and Williams 2006, "Gaussian Processes for Machine
+Learning", chapter 5 for the evidence; Bonilla, Chai and Williams 2007, "Multi-task Gaussian Process Prediction".)
+scikit-learn's process has no such kernel. With a custom one it needs the derivative of each covariance by each
+parameter, which is too slow between two candidates of a search.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a search found: as data, as JSON, and as a table with a summary for people."""
+"""The result of a search: as data, as JSON, and as a table with a summary."""
 
 from __future__ import annotations
 

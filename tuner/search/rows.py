@@ -1,4 +1,4 @@
-"""One line of a table: a kernel, what it takes, and how long."""
+"""One row of a table: a kernel, its resources, and its time."""
 
 from __future__ import annotations
 

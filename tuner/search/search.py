@@ -1,13 +1,13 @@
-"""The search: which configuration computes a problem correctly, and fastest.
+"""The search for the configuration that computes a problem correctly and fastest.
 
-A candidate passes three gates (arithmetic, compiler, numbers), is timed, and is stored when it is decided. The best few
-are raced again at the end, side by side with the presets and PyTorch's own kernels: the fastest of ours is the winner.
+A candidate passes three gates (arithmetic, compiler, numbers), is timed, and is stored when it is decided. At the end
+the best few are raced again, side by side with the presets and PyTorch's own kernels. The fastest of ours wins.
 
-Where there is no card to measure on, a search is a survey: the numbers are checked on the CPU, a model predicts the
-times, and nothing wins.
+Without a card to measure on, a search is a survey: gradients are checked on the CPU, a model predicts the times, and
+nothing wins.
 
-An emulated search slows the card to another one's pace: cycles rank instead of times, PyTorch's kernels do not run, and
-the best is stored as the best emulated one, which never wins.
+An emulated search slows the card to another one's pace. Cycles rank instead of times, PyTorch's kernels do not run, and
+the best is stored as the best emulated configuration, which never wins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The database as one search sees it: its problem, its conditions, and which of the two kinds of best it stores."""
+"""The database as one search uses it: its problem, its conditions, and the kind of best that it stores."""
 
 from __future__ import annotations
 

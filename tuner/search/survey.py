@@ -1,4 +1,4 @@
-"""A search where there is no card to measure on: every gate, and predicted times."""
+"""A search without a card to measure on: every gate, and predicted times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep: what a compiler and a card made of many configurations of one problem, as a file that samplers replay."""
+"""A sweep: a file with what compiler and card made of many configurations of one problem, for samplers to replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How busy the tensor cores are: the products of a launch, and the part of its cycles that they take."""
+"""How busy the tensor cores are: the products of a launch, and their share of its cycles."""
 
 from __future__ import annotations
 

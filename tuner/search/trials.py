@@ -1,4 +1,4 @@
-"""A decided candidate, with all that is known of it: what the JSON of a search and a report list."""
+"""A decided candidate with all that is known of it, as the JSON of a search and a report list it."""
 
 from __future__ import annotations
 

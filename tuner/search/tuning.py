@@ -1,4 +1,4 @@
-"""A search on a card: every gate, the times, and the race that ends it."""
+"""A search on a card: all gates, the times, and the final race."""
 
 from __future__ import annotations
 

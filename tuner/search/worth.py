@@ -1,4 +1,4 @@
-"""When a search ends by itself."""
+"""Decides when a search ends by itself."""
 
 from __future__ import annotations
 

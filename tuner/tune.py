@@ -145,9 +145,7 @@ def run_search(
     """
     if ray is not None:
         if gpus not in (None, ALL_GPUS):
-            raise UsageError(
-                "--gpus numbers GPUs of this machine, --ray takes all that are free: leave one out"
-            )
+            raise UsageError("--gpus numbers GPUs of this machine, --ray takes all that are free: leave one out")
         return _search_on_cluster(problem, options, ray, arch, database, cache, progress, notice)
     gpu, why_not = None, ""
     indices = selected_gpus(gpus, notice) if gpus else []

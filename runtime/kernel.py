@@ -207,12 +207,13 @@ class Kernel:
             raise KernelError(
                 f"{path} has version {info.abi_version} of the kernel interface, not {_ABI_VERSION}: compile it again"
             )
+        features: dict[str, Any] = {flag: bool(getattr(info, flag)) for flag in FLAGS}
+        features |= {name: getattr(info, name).decode() for name in BIAS}
         self.info = KernelInfo(
             dtype=info.dtype.decode(),
             head_dim=info.head_dim,
             mask=_MASKS[info.mask],
-            **{flag: bool(getattr(info, flag)) for flag in FLAGS},
-            **{name: getattr(info, name).decode() for name in BIAS},
+            **features,
             writes_all_rows=bool(info.writes_all_rows),
             config=info.config.decode(),
             threads=info.threads,
@@ -596,9 +597,9 @@ def backward(
         dlse = torch.zeros_like(lse)
     wide = sink if sink is None else sink.float()
     dsink = wide if wide is None else torch.empty_like(wide, memory_format=torch.contiguous_format)
-    of_rows = {"dlse": dlse, "sink": wide, "dsink": dsink}
-    biases = {"bias": bias, "dbias": dbias, "alibi_slopes": alibi_slopes}
-    kernel.launch(q, k, v, o, dout, lse, *gradients, scale=scale, features=features, **of_rows, **biases)
+    options: dict[str, Any] = {"dlse": dlse, "sink": wide, "dsink": dsink}
+    options |= {"bias": bias, "dbias": dbias, "alibi_slopes": alibi_slopes}
+    kernel.launch(q, k, v, o, dout, lse, *gradients, scale=scale, features=features, **options)
     of_sinks = () if sink is None or dsink is None else (dsink.to(sink.dtype),)
     return (*gradients, *of_sinks, *(() if dbias is None else (dbias,)))
 

@@ -47,6 +47,8 @@ def attention(
     sink: torch.Tensor | None = ...,
     return_lse: Literal[False] = ...,
     window: tuple[int, int] | None = ...,
+    bias: torch.Tensor | None = ...,
+    alibi_slopes: torch.Tensor | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -66,6 +68,8 @@ def attention(
     sink: torch.Tensor | None = ...,
     return_lse: Literal[True],
     window: tuple[int, int] | None = ...,
+    bias: torch.Tensor | None = ...,
+    alibi_slopes: torch.Tensor | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -84,6 +88,8 @@ def attention(
     sink: torch.Tensor | None = None,
     return_lse: bool = False,
     window: tuple[int, int] | None = None,
+    bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention: `F.scaled_dot_product_attention` with a tuned backward, and with more masks.
 
@@ -95,8 +101,8 @@ def attention(
     the whole call is PyTorch's, and one line in the log of ``bwdtune`` says why, once. So it is, without a line, where
     no gradient is needed, and under `torch.compile` without the C++ operator (`runtime.operator`).
 
-    PyTorch has no fused forward with a softcap: where FlashAttention-3 is not installed, that one is made of elementary
-    operations, tens of times slower. Under the transforms of `torch.func`, so is all that PyTorch's function lacks.
+    PyTorch has no fused forward with a softcap (but for FlashAttention-3, where it is installed), with ALiBi slopes, or
+    with a bias of another dtype than q: those are made of elementary operations, tens of times slower. Under the transforms of `torch.func`, so is all that PyTorch's function lacks.
 
     Under autocast the inputs are cast as for PyTorch's function, which leaves fp64 alone. The gradient cannot be
     differentiated again. A query that sees no key has an output and a gradient of zero.
@@ -120,6 +126,12 @@ def attention(
         return_lse: Whether to return the log-sum-exp of the scores too, which is differentiable: results for parts of
             the keys can be merged by it, as ring attention does. With `sink` it counts that one.
         window: The former name of `window_size`.
+        bias: Added to the scaled scores, after the cap and before the mask; differentiable. Any shape that broadcasts
+            to (B, Hq, Sq, Skv), of a floating dtype; under autocast it is cast like q. An element of minus infinity
+            masks its key. Where all scores of a row are minus infinity, or below -1e30 as `torch.finfo(dtype).min`
+            makes them, the row's gradients are zero.
+        alibi_slopes: (Hq) or (B, Hq), of a floating dtype: ``-slope * abs(i + Skv - Sq - j)`` is added to the score of
+            query i and key j, whatever the alignment of the mask (FlashAttention's ALiBi). No gradient flows into them.
 
     Returns:
         (B, Hq, Sq, D). With `return_lse` that and (B, Hq, Sq), in fp32 (fp64 for fp64), natural logarithm; minus
@@ -128,37 +140,45 @@ def attention(
     Raises:
         ValueError: q, k and v are on different devices, or an argument makes no sense.
     """
-    if has_torch_function((q, k, v, sink)):  # a subclass that overrides functions, torch.fx
+    if has_torch_function((q, k, v, sink, bias, alibi_slopes)):  # a subclass that overrides functions, torch.fx
         features_given = {"window_size": _one_window(window_size, window), "alignment": alignment, "softcap": softcap}
         options: dict[str, Any] = {**features_given, "deterministic": deterministic}
         if sink is not None or return_lse:
             options.update(sink=sink, return_lse=return_lse)
-        return _overridden(attention, (q, k, v, sink), q, k, v, is_causal, scale, enable_gqa, **options)
-    _same_device(q=q, k=k, v=v, **_named_sink(sink, q))
+        if bias is not None or alibi_slopes is not None:
+            options.update(bias=bias, alibi_slopes=alibi_slopes)
+        relevant = (q, k, v, sink, bias, alibi_slopes)
+        return _overridden(attention, relevant, q, k, v, is_causal, scale, enable_gqa, **options)
+    _same_device(q=q, k=k, v=v, **_named_others(q, sink, bias, alibi_slopes))
     limits = _limits(_one_window(window_size, window))
     features = Features(limits, _aligned_bottom_right(alignment), _cap(softcap))
     if q.dim() == k.dim() == 4:
         is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
-    plain = features.plain and sink is None and not return_lse
+    plain = features.plain and sink is None and not return_lse and bias is None and alibi_slopes is None
     if not plain and (reason := _shape_objection(q, k, v, enable_gqa)):
         raise ValueError(reason)
-    scale_used = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None)
-    gradient = _needs_gradient(q, k, v, sink)
     cast_q, cast_k, cast_v = _autocast(q, k, v)
+    if bias is not None:
+        bias = _broadcastable(bias, q, k, cast_q.dtype)
+    if alibi_slopes is not None:
+        features = _with_slopes(features, alibi_slopes, q.shape[0], q.shape[1])
+    scale_used = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None, *_of(bias))
+    gradient = _needs_gradient(q, k, v, sink, bias)
     found = None
     if gradient and (forward := _forward_name(call, cast_q, cast_k, cast_v)):
-        found = _with_our_backward(call, cast_q, cast_k, cast_v, sink, forward)
+        found = _with_our_backward(call, cast_q, cast_k, cast_v, sink, bias, forward)
     # What is not plain PyTorch's function does not take, and where it cannot be told to be deterministic we are.
-    own = not plain or (deterministic and gradient and _shape_objection(q, k, v, enable_gqa) is None)
+    taken = plain or (features.plain and sink is None and not return_lse and _is_mask(bias, cast_q, is_causal))
+    own = not taken or (deterministic and gradient and _shape_objection(q, k, v, enable_gqa) is None)
     if found is None and own:
-        found = _without_kernel(call, cast_q, cast_k, cast_v, sink)
+        found = _without_kernel(call, cast_q, cast_k, cast_v, sink, bias)
     if found is not None:
         return (found[0], _without_signs(found[1])) if return_lse else found[0]
     # Of an empty batch, PyTorch's fused kernels may make no tensor at all.
     empty = not torch.compiler.is_compiling() and not (q.numel() and k.numel())
     with sdpa_kernel(SDPBackend.MATH) if empty else contextlib.nullcontext():
-        return _pytorch(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _pytorch(q, k, v, bias, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 @overload
@@ -181,6 +201,7 @@ def attention_varlen(
     sink: torch.Tensor | None = ...,
     return_lse: Literal[False] = ...,
     window: tuple[int, int] | None = ...,
+    alibi_slopes: torch.Tensor | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -204,6 +225,7 @@ def attention_varlen(
     sink: torch.Tensor | None = ...,
     return_lse: Literal[True],
     window: tuple[int, int] | None = ...,
+    alibi_slopes: torch.Tensor | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -226,12 +248,14 @@ def attention_varlen(
     sink: torch.Tensor | None = None,
     return_lse: bool = False,
     window: tuple[int, int] | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention within each of several sequences, which lie one after another in one tensor.
 
     As `attention` otherwise. Give the same tensor as both `cu_seqlens_q` and `cu_seqlens_kv` where the lengths are the
     same: nothing else tells, without waiting for the GPU, that both alignments are then one. With different lengths and
-    ``top-left``, and with a softcap, PyTorch has no fused forward, and its elementary operations take its place.
+    ``top-left``, with a softcap and with ALiBi slopes PyTorch has no fused forward, and its elementary operations take
+    its place. A bias tensor has no shape that sequences of several lengths share: there is none here.
 
     The lengths lie on the GPU, and to look at them would be to wait for it: they are checked where the tensors are on
     a CPU, and elsewhere with ``BWDTUNE_CHECK_LENGTHS=1`` in the environment, which is for debugging. It is the caller's
@@ -258,6 +282,7 @@ def attention_varlen(
         sink: As for `attention`.
         return_lse: As for `attention`.
         window: The former name of `window_size`.
+        alibi_slopes: As for `attention`, with B the number of sequences, and Sq and Skv each sequence's own lengths.
 
     Returns:
         (Tq, Hq, D). With `return_lse` that and (Hq, Tq). Rows that belong to no sequence have values of no meaning.
@@ -265,16 +290,18 @@ def attention_varlen(
     Raises:
         ValueError: The tensors are on different devices or of impossible shapes, or an argument makes no sense.
     """
-    if has_torch_function((q, k, v, sink)):
+    if has_torch_function((q, k, v, sink, alibi_slopes)):
         lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         features_given = {"window_size": _one_window(window_size, window), "alignment": alignment, "softcap": softcap}
         options: dict[str, Any] = {**features_given, "deterministic": deterministic}
         if sink is not None or return_lse:
             options.update(sink=sink, return_lse=return_lse)
+        if alibi_slopes is not None:
+            options["alibi_slopes"] = alibi_slopes
         arguments = (q, k, v, *lengths, is_causal, scale, enable_gqa)
-        return _overridden(attention_varlen, (q, k, v, sink), *arguments, **options)
+        return _overridden(attention_varlen, (q, k, v, sink, alibi_slopes), *arguments, **options)
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-    _same_device(q=q, k=k, v=v, **starts, **_named_sink(sink, q))
+    _same_device(q=q, k=k, v=v, **starts, **_named_others(q, sink, None, alibi_slopes))
     if not q.dim() == k.dim() == v.dim() == 3:
         raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: they must be (T, H, D)")
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
@@ -296,15 +323,17 @@ def attention_varlen(
         _cap(softcap),
         Sequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
     )
+    if alibi_slopes is not None:
+        features = _with_slopes(features, alibi_slopes, cu_seqlens_q.numel() - 1, q.shape[1])
     scale_used = q.shape[-1] ** -0.5 if scale is None else scale
     call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None)
     gradient = _needs_gradient(q, k, v, sink)
     q, k, v = _autocast(q, k, v)
     found = None
     if gradient and (forward := _forward_name(call, q, k, v)):
-        found = _with_our_backward(call, q, k, v, sink, forward)
+        found = _with_our_backward(call, q, k, v, sink, None, forward)
     if found is None:
-        found = _without_kernel(call, q, k, v, sink)
+        found = _without_kernel(call, q, k, v, sink, None)
     output, lse = found
     rows = output[0].transpose(0, 1)
     return (rows, _without_signs(lse)[0]) if return_lse else rows
@@ -322,15 +351,66 @@ def _overridden(function: Any, relevant: tuple[Any, ...], *arguments: Any, **opt
     return handle_torch_function(function, relevant, *arguments, **options)
 
 
-def _named_sink(sink: torch.Tensor | None, q: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sinks by their argument's name, if there are any."""
-    if sink is None:
-        return {}
-    if sink.shape != q.shape[1:2] or not sink.is_floating_point():
+def _named_others(
+    q: torch.Tensor, sink: torch.Tensor | None, bias: torch.Tensor | None, slopes: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Those that are given, by their arguments' names. Sinks are checked."""
+    named = {}
+    if sink is not None:
+        if sink.shape != q.shape[1:2] or not sink.is_floating_point():
+            shape = tuple(sink.shape)
+            raise ValueError(
+                f"sink is {sink.dtype} {shape}: it must be a score for each query head of q, {tuple(q.shape)}"
+            )
+        named["sink"] = sink
+    if bias is not None:
+        named["bias"] = bias
+    if slopes is not None:
+        named["alibi_slopes"] = slopes
+    return named
+
+
+def _broadcastable(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A bias as (B or 1, Hq or 1, Sq or 1, Skv), in the dtype in which it is taken: beside q of the given one."""
+    scores = (*q.shape[:3], k.shape[2])
+    if bias.dtype == torch.bool:
+        raise ValueError("bias is a boolean mask, which has PyTorch's attention: give it to its function as attn_mask")
+    sizes = (1,) * (len(scores) - bias.dim()) + tuple(bias.shape)
+    fits = len(sizes) == len(scores) and all(a in (1, b) for a, b in zip(sizes, scores, strict=True))
+    if not fits or not bias.is_floating_point():
         raise ValueError(
-            f"sink is {sink.dtype} {tuple(sink.shape)}: it must be a score for each query head of q, {tuple(q.shape)}"
+            f"bias is {bias.dtype} {tuple(bias.shape)}: it must be floating and broadcast to the scores, {scores}"
         )
-    return {"sink": sink}
+    bias = bias.reshape(sizes) if bias.dim() < len(scores) else bias
+    if sizes[3] != scores[3]:
+        bias = bias.expand(*sizes[:3], scores[3])
+    if _autocasts(bias.device.type):
+        bias = bias.to(_autocast_dtype(bias))
+    # What has more bits than the sums that it is added to loses them there.
+    wide = torch.promote_types(dtype, torch.float32)
+    return bias if torch.promote_types(bias.dtype, wide) == wide else bias.to(wide)
+
+
+def _is_mask(bias: torch.Tensor | None, q: torch.Tensor, causal: bool) -> bool:
+    """Whether PyTorch's function takes a bias as its mask: alone, and in the dtype of q."""
+    return bias is not None and bias.dtype == q.dtype and not causal
+
+
+def _of(bias: torch.Tensor | None) -> tuple[tuple[torch.Size, torch.dtype] | None, bool]:
+    """What `Call` says of a bias."""
+    return (None, False) if bias is None else ((bias.shape, bias.dtype), _needs_gradient(bias))
+
+
+def _with_slopes(features: Features, slopes: torch.Tensor, batch: int, heads: int) -> Features:
+    if slopes.shape not in ((heads,), (batch, heads)) or not slopes.is_floating_point():
+        raise ValueError(
+            f"alibi_slopes is {slopes.dtype} {tuple(slopes.shape)}: it must be a slope for each query head, "
+            f"({heads}) or ({batch}, {heads})"
+        )
+    if _needs_gradient(slopes):
+        raise ValueError("alibi_slopes requires a gradient, and has none: detach it, or give a bias made of it")
+    slopes = slopes.detach().to(torch.float32).contiguous()
+    return Features(features.window, features.bottom_right, features.softcap, features.sequences, slopes)
 
 
 def _without_signs(lse: torch.Tensor) -> torch.Tensor:
@@ -433,19 +513,27 @@ def problem_of(
     sink: torch.Tensor | None = None,
     return_lse: bool = False,
     window: tuple[int, int] | None = None,
+    bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> Problem | str:
     """The problem that a call of `attention` has a kernel compute, or why no kernel takes its input.
 
     The arguments are those of `attention`.
     """
-    _same_device(q=q, k=k, v=v, **_named_sink(sink, q))
+    _same_device(q=q, k=k, v=v, **_named_others(q, sink, bias, alibi_slopes))
     limits = _limits(_one_window(window_size, window))
     features = Features(limits, _aligned_bottom_right(alignment), _cap(softcap))
     if q.dim() == k.dim() == 4:
         is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
-    scale_used = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None)
+    if (bias is not None or alibi_slopes is not None) and (reason := _shape_objection(q, k, v, enable_gqa)):
+        raise ValueError(reason)
     q, k, v = _autocast(q, k, v)
+    if bias is not None:
+        bias = _broadcastable(bias, q, k, q.dtype)
+    if alibi_slopes is not None:
+        features = _with_slopes(features, alibi_slopes, q.shape[0], q.shape[1])
+    scale_used = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None, *_of(bias))
     try:
         return _admission(call, q, k, v)[1] or call.problem(q, k)
     except UsageError as error:  # a size that no problem can have
@@ -466,7 +554,7 @@ def _admission(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     if reason := _objection(call, q, k, v):
         return None, reason
     name = call.forward_name(q, k, v, kernel=True)
-    if call.features.plain and name == forwards.MATH:
+    if call.features.plain and not call.bias and name == forwards.MATH:
         return None, "PyTorch's fused attention, whose forward is used, is turned off or does not take this input"
     return name, None
 
@@ -476,16 +564,22 @@ _Results = tuple[torch.Tensor, torch.Tensor]
 
 
 def _with_our_backward(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, forward: str
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    forward: str,
 ) -> _Results | None:
     """Attention with a kernel's backward; None where there is no kernel, which dispatch has said.
 
     The operator asks dispatch by itself, in the backward; where it finds no kernel there, PyTorch's backward of the
     same forward serves.
     """
-    by_operator = max(q.shape[:2]) <= torch_attention.LARGEST_GRID and operators.ready()
+    by_operator = max(q.shape[:2]) <= forwards.LARGEST_GRID and operators.ready()
     if by_operator and forward != forwards.FLASH_3:
-        return operators.attention(call, q, k, v, sink, forward)
+        return operators.attention(call, q, k, v, sink, bias, forward)
     if torch.compiler.is_compiling():
         return None
     try:
@@ -499,17 +593,22 @@ def _with_our_backward(
         counters.fell_back(choice.cause)
         return None
     if by_operator:
-        return operators.attention(call, q, k, v, sink, forward)
-    return autograd.run(call, q, k, v, sink, forward, choice.kernel)
+        return operators.attention(call, q, k, v, sink, bias, forward)
+    return autograd.run(call, q, k, v, sink, bias, forward, choice.kernel)
 
 
 def _without_kernel(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> _Results:
     """PyTorch's forward and backward of what its function does not have."""
     if torch._C._are_functorch_transforms_active():
-        return math_attention.differentiable(q, k, v, call.causal, call.scale, call.features, sink)
-    return autograd.run(call, q, k, v, sink, call.forward_name(q, k, v, kernel=False), None)
+        return math_attention.differentiable(q, k, v, call.causal, call.scale, call.features, sink, bias)
+    return autograd.run(call, q, k, v, sink, bias, call.forward_name(q, k, v, kernel=False), None)
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from . import dispatch, math_attention, row_features, torch_attention
+from . import dispatch, row_features, torch_attention
 from .call import Call
 from .dispatch import counters
 from .dispatch.records import Cause
@@ -23,6 +22,7 @@ def run(
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
+    bias: torch.Tensor | None,
     forward: str,
     kernel: Kernel | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,24 +34,33 @@ def run(
         k: (B, Hkv, Skv, D).
         v: (B, Hkv, Skv, D).
         sink: (Hq), if there is any.
+        bias: (B or 1, Hq or 1, Sq or 1, Skv), if there is any.
         forward: Of `forwards.choose`.
         kernel: The backward.
 
     Returns:
         (B, Hq, Sq, D) and the log-sum-exp, (B, Hq, Sq); both differentiable.
     """
-    tensors = (q, k, v) if sink is None else (q, k, v, sink)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, sink, call, forward, kernel)
+    tensors = (q, k, v, sink, bias)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, sink, bias, call, forward, kernel)
         return found
-    result = _forward(call, q, k, v, sink, forward)
+    result = _forward(call, q, k, v, sink, bias, forward)
     return result.output, result.lse
 
 
 def _forward(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, name: str
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    name: str,
 ) -> torch_attention.Forward:
-    return torch_attention.forward(q, k, v, call.causal, call.scale, call.features, name, sink)
+    return torch_attention.forward(
+        q, k, v, call.causal, call.scale, call.features, name, sink, bias, call.bias_grad
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -62,13 +71,16 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sink: torch.Tensor | None,
+        bias: torch.Tensor | None,
         call: Call,
         name: str,
         kernel: Kernel | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        result = _forward(call, q, k, v, sink, name)
+        result = _forward(call, q, k, v, sink, bias, name)
+        ctx.has_sink, ctx.bias_grad = sink is not None, call.bias_grad
         if kernel:
-            ctx.save_for_backward(sink, q, k, v, result.output, result.lse)
+            biases = () if bias is None else (bias,)
+            ctx.save_for_backward(sink, q, k, v, result.output, result.lse, *biases)
             ctx.gradients = _of_kernel(kernel, call)
         else:
             ctx.save_for_backward(sink, *result.saved)
@@ -88,27 +100,33 @@ class _Attention(torch.autograd.Function):
             gradients = _Gradients.apply(ctx.gradients, dout, dlse, *saved)
         else:
             gradients = ctx.gradients(dout, dlse, *saved)
-        asked = (gradient if need else None for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False))
-        missing = len(ctx.needs_input_grad) - len(gradients)
-        return (*asked, *(None,) * missing)
+        of_tensors, others = gradients[:3], list(gradients[3:])
+        dsink = others.pop(0) if ctx.has_sink else None
+        dbias = others.pop(0) if ctx.bias_grad else None
+        found = (*of_tensors, dsink, dbias)
+        asked = (gradient if need else None for gradient, need in zip(found, ctx.needs_input_grad, strict=False))
+        return (*asked, *(None,) * (len(ctx.needs_input_grad) - len(found)))
 
 
 def _of_kernel(kernel: Kernel, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
     def gradients(
         dout: torch.Tensor, dlse: torch.Tensor | None, sink: torch.Tensor | None, *saved: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        q, k, v, output, lse = saved
+        q, k, v, output, lse, *biases = saved
         features = call.features
         if kernel.info.mask == "window":
             features = replace(features, window=features.limits(call.causal))
+        options: dict[str, Any] = {"dlse": dlse, "sink": sink, "alibi_slopes": features.alibi_slopes}
+        if biases:
+            bias = biases[0]
+            options["bias"] = bias if bias.stride(3) == 1 else bias.contiguous()
+            lse = row_features.without_unseen(lse)
         try:
-            found = backward(kernel, q, k, v, output, dout, lse, call.scale, features, dlse=dlse, sink=sink)
+            found = backward(kernel, q, k, v, output, dout, lse, call.scale, features, **options)
         except KernelError as error:
             dispatch.discard(kernel, f"its launch failed: {error}")
             counters.fell_back(Cause.UNUSABLE)
-            elementary = functools.partial(
-                math_attention.gradients, causal=call.causal, scale=call.scale, features=call.features
-            )
+            elementary = torch_attention.elementary_backward(call.causal, call.scale, call.features, call.bias_grad)
             return _with_sink(elementary, call, dout, dlse, sink, *saved)
         counters.launched(kernel.path.stem)
         return found
@@ -134,13 +152,13 @@ def _with_sink(
     sink: torch.Tensor | None,
     *saved: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """All gradients by a backward that gives dq, dk and dv of an output's."""
-    of_tensors = row_features.gradients(found, dout, dlse, *saved)
+    """All gradients by a backward that knows of no sinks and of an output's gradient alone."""
+    dq, dk, dv, *of_bias = row_features.gradients(found, dout, dlse, *saved)
     if sink is None:
-        return of_tensors
+        return (dq, dk, dv, *of_bias)
     lse = row_features.rows_of(saved[4], saved[0])
     starts = call.features.sequences.cu_seqlens_q if call.features.sequences else None
-    return (*of_tensors, row_features.sink_gradient(sink, saved[3], lse, dout, dlse, starts))
+    return (dq, dk, dv, row_features.sink_gradient(sink, saved[3], lse, dout, dlse, starts), *of_bias)
 
 
 class _Gradients(torch.autograd.Function):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..gen.problem import UNLIMITED, Problem
+from ..gen.problem import UNLIMITED, Problem, bias_pattern
 from . import forwards
 from .features import Features
-from .kernel import TORCH_DTYPES
+from .kernel import BIAS_DTYPES, TORCH_DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+BIAS_DTYPE_NAMES = {dtype: name for name, dtype in BIAS_DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,8 @@ class Call:
         enable_gqa: See `attention`.
         return_lse: Whether the log-sum-exp is asked for too: a gradient may flow into it.
         sink: Whether sinks are given.
+        bias: The bias' shape, (B or 1, Hq or 1, Sq or 1, Skv), and its dtype; None where there is none.
+        bias_grad: Whether its gradient is wanted.
     """
 
     causal: bool
@@ -35,6 +39,8 @@ class Call:
     enable_gqa: bool
     return_lse: bool = False
     sink: bool = False
+    bias: tuple[torch.Size, torch.dtype] | None = None
+    bias_grad: bool = False
 
     @property
     def repeatable(self) -> bool:
@@ -54,6 +60,11 @@ class Call:
             else (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
         )
         left, right = self.features.limits(self.causal)
+        biased: dict[str, Any] = {}
+        if self.bias:
+            shape, dtype = self.bias
+            pattern = bias_pattern(shape, sizes[0], sizes[1], *sizes[3:5])
+            biased = {"bias": pattern, "bias_dtype": BIAS_DTYPE_NAMES[dtype], "bias_grad": self.bias_grad}
         return Problem(
             DTYPE_NAMES[q.dtype],
             *sizes,
@@ -66,10 +77,21 @@ class Call:
             deterministic=self.repeatable,
             lse_grad=self.return_lse,
             sink=self.sink,
+            alibi=self.features.alibi_slopes is not None,
+            **biased,
         )
 
     def forward_name(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kernel: bool) -> str:
         """See `forwards.choose`."""
+        bias_dtype = self.bias[1] if self.bias else None
         return forwards.choose(
-            q, k, v, self.causal, self.scale, self.features, enable_gqa=self.enable_gqa, kernel=kernel
+            q,
+            k,
+            v,
+            self.causal,
+            self.scale,
+            self.features,
+            enable_gqa=self.enable_gqa,
+            kernel=kernel,
+            bias_dtype=bias_dtype,
         )

@@ -47,17 +47,22 @@ class Features:
         bottom_right: Where the diagonal lies: see `gen.problem.Problem`.
         softcap: The cap on scores, 0 for none.
         sequences: Of packed input. B is then 1, and S counts the rows of all sequences.
+        alibi_slopes: fp32, (Hq), or (B, Hq) with B the number of sequences where they are packed; None for no ALiBi.
+            ``-slope * abs(i + Skv - Sq - j)`` is added to the score of query i and key j of a sequence.
     """
 
     window: tuple[int, int] = (UNLIMITED, UNLIMITED)
     bottom_right: bool = False
     softcap: float = 0.0
     sequences: Sequences | None = None
+    alibi_slopes: torch.Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether nothing is."""
-        return self.window == (UNLIMITED, UNLIMITED) and not (self.bottom_right or self.softcap or self.sequences)
+        if self.window != (UNLIMITED, UNLIMITED) or self.alibi_slopes is not None:
+            return False
+        return not (self.bottom_right or self.softcap or self.sequences)
 
     def limits(self, causal: bool) -> tuple[int, int]:
         """The window's limits, where a causal mask is one to the right."""

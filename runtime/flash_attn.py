@@ -42,7 +42,8 @@ def flash_attn_func(
         causal: Query i sees no key past ``i + Skv - Sq``.
         window_size: Keys before and past that place which a query sees; -1 (or None) for all.
         softcap: Scores are ``softcap * tanh(score / softcap)``; 0 for none.
-        alibi_slopes: Must be None.
+        alibi_slopes: fp32, (Hq) or (B, Hq): ``-slope * abs(i + Skv - Sq - j)`` is added to the score of query i and key
+            j. As in FlashAttention no gradient flows into them; ones that require one are refused.
         deterministic: Gradients are the same bits at each call; so they are in PyTorch's deterministic mode.
         return_attn_probs: Whether to return more than the output, as FlashAttention does without dropout.
 
@@ -52,10 +53,10 @@ def flash_attn_func(
         minus infinity.
 
     Raises:
-        ValueError: Dropout or slopes are asked for, or an argument makes no sense.
+        ValueError: Dropout is asked for, or an argument makes no sense.
     """
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    options = _options(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    _refuse(dropout_p=dropout_p)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     queries, keys, values = (tensor.transpose(1, 2) for tensor in (q, k, v))
     found = attention(queries, keys, values, alignment=BOTTOM_RIGHT, **options)
     output, *lse = found if return_attn_probs else (found,)
@@ -96,7 +97,7 @@ def flash_attn_varlen_func(
         causal: See `flash_attn_func`.
         window_size: See `flash_attn_func`.
         softcap: See `flash_attn_func`.
-        alibi_slopes: Must be None.
+        alibi_slopes: See `flash_attn_func`; B is the number of sequences.
         deterministic: See `flash_attn_func`.
         return_attn_probs: See `flash_attn_func`.
         block_table: Must be None.
@@ -107,8 +108,8 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: As `flash_attn_func`, or for a paged cache.
     """
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
-    options = _options(softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    _refuse(dropout_p=dropout_p, block_table=block_table)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     found = attention_varlen(q, k, v, *lengths, **options)
     output, *lse = found if return_attn_probs else (found,)
@@ -117,14 +118,12 @@ def flash_attn_varlen_func(
 
 _REASONS = {
     "dropout_p": "no kernel drops probabilities",
-    "alibi_slopes": "no kernel adds biases to scores",
     "block_table": "paged keys and values are for inference, which has no backward",
 }
 
 
 def _refuse(**asked: Any) -> None:
     for name, value in asked.items():
-        # Not the truth of a tensor of slopes.
         if value is not None and (isinstance(value, torch.Tensor) or value):
             shown = "given" if isinstance(value, torch.Tensor) else value
             raise ValueError(f"{name} is {shown}: {_REASONS[name]}; use flash_attn's own function for that")
@@ -135,6 +134,7 @@ def _options(
     causal: bool,
     window_size: tuple[int | None, int | None],
     softcap: float,
+    alibi_slopes: torch.Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
 ) -> dict[str, Any]:
@@ -146,6 +146,7 @@ def _options(
         "enable_gqa": True,
         "window_size": (left, right),
         "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
         "deterministic": deterministic or None,
         "return_lse": return_attn_probs,
     }

@@ -11,7 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from .math_attention import LARGEST_SCORE
+
+Gradients = tuple[torch.Tensor, ...]
+"""dq, dk and dv, and perhaps a bias' gradient."""
 
 _TERMS = 3  # 16-bit values that a float is a sum of
 
@@ -40,6 +43,15 @@ def add_sink(output: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> Non
     with_sink = torch.where(seen, torch.logaddexp(lse, scores), scores)
     output.mul_(torch.where(seen, torch.exp(lse - with_sink), 0.0)[..., None])
     lse.copy_(with_sink)
+
+
+def without_unseen(lse: torch.Tensor) -> torch.Tensor:
+    """A log-sum-exp with minus infinity for rows whose scores are all so low that they count as none.
+
+    Kernels multiply by log2(e), where `torch.finfo(dtype).min` of a bias and such a row's log-sum-exp would be infinite
+    both: see `math_attention.LARGEST_SCORE`.
+    """
+    return lse.masked_fill(lse < -LARGEST_SCORE, -math.inf)
 
 
 def sink_gradient(
@@ -77,13 +89,13 @@ def sink_gradient(
 def gradients(
     found: Callable[..., Gradients], dout: torch.Tensor, dlse: torch.Tensor | None, *saved: torch.Tensor
 ) -> Gradients:
-    """dq, dk and dv by a backward that knows of no gradient of the log-sum-exp.
+    """The gradients by a backward that knows of no gradient of the log-sum-exp.
 
     dS = P (dP - delta + dL) is a sum of two backwards. The second one has no dP, since its v is zero, and an output
     and its gradient whose row sums are -dL.
 
     Args:
-        found: The backward: dout, *saved -> dq, dk, dv.
+        found: The backward: dout, *saved -> dq, dk, dv, and perhaps more that are sums of dS.
         dout: (B, Hq, Sq, D).
         dlse: (B, Hq, Sq), if there is any.
         *saved: q, k, v, the output and its log-sum-exp, and more.
@@ -94,7 +106,9 @@ def gradients(
     q, k, v, output, *rest = saved
     units, terms = lse_factors(dlse, output)
     of_lse = found(units, q, k, torch.zeros_like(v), terms, *rest)
-    return of_output[0] + of_lse[0], of_output[1] + of_lse[1], of_output[2]
+    dq, dk, dv, *others = of_output
+    more_dq, more_dk, _, *more_others = of_lse
+    return (dq + more_dq, dk + more_dk, dv, *(a + b for a, b in zip(others, more_others, strict=True)))
 
 
 def lse_factors(dlse: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ def enable() -> None:
 
     The CUDA implementations of aten's attention backward operators (flash, cuDNN's, the memory-efficient one, and the
     packed and windowed flash one) become ours. PyTorch keeps its forward, its autograd and its graphs. What no kernel
-    takes goes on to PyTorch's implementation: a mask tensor, dropout, other dtypes, a problem without a winner. For the
+    takes goes on to PyTorch's implementation: dropout, other dtypes, a problem without a winner. For the
     whole process; calling it again changes nothing. Safe between threads.
 
     The database is read here, so that no step has to. The first call on a machine builds the operator (half a minute of

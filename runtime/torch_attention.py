@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..gen.problem import UNLIMITED
+from ..gen.problem import UNLIMITED, visible_range
 from . import forwards, math_attention, row_features
 from .features import PLAIN, Features
 from .forwards import flash_3
@@ -19,10 +19,11 @@ from .forwards import flash_3
 _aten = torch.ops.aten
 
 _ALIGNMENT_BYTES = 16  # of the vectors that fused kernels load
-LARGEST_GRID = 65_535
-"""Of CUDA's y and z, which PyTorch's kernels count batches and heads in."""
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_BIAS_PADDING = 16  # elements that a row of a bias is padded to where the memory-efficient kernel would not read it
+
+Gradients = tuple[torch.Tensor, ...]
+"""dq, dk and dv, and where it is asked for that of a bias."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +34,9 @@ class Forward:
         output: (B, Hq, Sq, D), in the dtype of q.
         lse: (B, Hq, Sq), fp32, contiguous, natural logarithm; infinite where a row sees no key.
         saved: The tensors that `gradients` needs besides dout: q, k, v, `output`, the log-sum-exp as this forward has
-            it, and more. They are apart from it, so that autograd keeps them its own way.
-        gradients: PyTorch's backward of this forward: dout, *saved -> dq, dk, dv. Asynchronous; may be called again.
+            it, a bias if there is one, and more. They are apart from it, so that autograd keeps them its own way.
+        gradients: PyTorch's backward of this forward: dout, *saved -> dq, dk, dv, and with `bias_grad` that of the
+            bias. Asynchronous; may be called again.
     """
 
     output: torch.Tensor
@@ -43,7 +45,7 @@ class Forward:
     gradients: Callable[..., Gradients]
 
     def backward(self, dout: torch.Tensor, dlse: torch.Tensor | None = None) -> Gradients:
-        """dq, dk and dv, of an output and perhaps of a log-sum-exp with gradients."""
+        """What `gradients` gives, of an output and perhaps of a log-sum-exp with gradients."""
         return row_features.gradients(self.gradients, dout, dlse, *self.saved)
 
 
@@ -56,6 +58,8 @@ def forward(
     features: Features = PLAIN,
     name: str | None = None,
     sink: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    bias_grad: bool = False,
 ) -> Forward:
     """A forward that yields the log-sum-exp for this mask.
 
@@ -71,10 +75,16 @@ def forward(
         features: The rest.
         name: Of `forwards.choose`; None for that of `forwards.by_mask`.
         sink: (Hq), a score of each query head in all of its softmaxes.
+        bias: (B or 1, Hq or 1, Sq or 1, Skv), added to the scores.
+        bias_grad: Whether its gradient is wanted.
     """
-    name = name or forwards.by_mask(q, k, causal, scale, features)
+    name = name or forwards.by_mask(q, k, causal, scale, features, None if bias is None else bias.dtype)
     if name == forwards.MATH:
-        result = _math(q, k, v, causal, scale, features)
+        result = _math(q, k, v, causal, scale, features, bias, bias_grad)
+    elif bias is not None:
+        result = _efficient_biased(readable(q), readable(k), readable(v), bias, causal, scale, features, bias_grad)
+        found = result.gradients
+        result = replace(result, gradients=lambda dout, *saved: found(readable(dout), *saved))
     else:
         result = _fused(name, readable(q), readable(k), readable(v), causal, scale, features)
         found = result.gradients  # apart from the result: what that saved must not be held here
@@ -93,13 +103,15 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():  # there is no storage yet; PyTorch's compiler aligns what it hands on
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if _is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
     bytes_each, strides, shape = tensor.element_size(), tensor.stride(), tensor.shape
     aligned = tensor.data_ptr() % _ALIGNMENT_BYTES == 0 and (strides[-1] == 1 or shape[-1] <= 1)
     for dim in range(len(shape) - 1):
         aligned = aligned and (shape[dim] <= 1 or strides[dim] * bytes_each % _ALIGNMENT_BYTES == 0)
-    if aligned:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return aligned
 
 
 def _fused(
@@ -108,7 +120,7 @@ def _fused(
     if name == forwards.FOR_CPU:
         return _for_cpu(q, k, v, causal, scale)
     for dim in (0, 1):
-        if q.shape[dim] > LARGEST_GRID:
+        if q.shape[dim] > forwards.LARGEST_GRID:
             return _in_parts(name, q, k, v, causal, scale, features, dim)
     if name == forwards.CUDNN:
         return cudnn(q, k, v, causal, scale)
@@ -135,7 +147,7 @@ def _in_parts(
     dim: int,
 ) -> Forward:
     """`_fused`, with the batch or the heads in parts that PyTorch's kernels take."""
-    parts = -(-q.shape[dim] // LARGEST_GRID)
+    parts = -(-q.shape[dim] // forwards.LARGEST_GRID)
     size = -(-k.shape[dim] // parts)
     rows = size * (q.shape[dim] // k.shape[dim])
     # The query heads of one key head are too many, or those of packed sequences are.
@@ -247,10 +259,122 @@ def _for_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sc
     return Forward(output, lse.contiguous(), (q, k, v, output, lse), gradients)
 
 
-def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features) -> Forward:
-    output, lse = math_attention.forward(q, k, v, causal, scale, features)
-    gradients = functools.partial(math_attention.gradients, causal=causal, scale=scale, features=features)
-    return Forward(output, lse, (q, k, v, output, lse), gradients)
+def _efficient_biased(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    causal: bool,
+    scale: float,
+    features: Features,
+    bias_grad: bool,
+) -> Forward:
+    """Memory-efficient attention with a bias, of any mask: what that kernel has not is made part of the bias."""
+    own = _is_plainly_causal(q, k, causal, features)
+    output, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+        q,
+        _expand_heads(q, k),
+        _expand_heads(q, v),
+        efficient_bias(bias, q, k, causal, features),
+        True,
+        0.0,
+        own,
+        scale=scale,
+    )
+
+    def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
+        q, k, v, output, lse, bias, seed, offset = saved
+        given = efficient_bias(bias, q, k, causal, features)
+        wanted = [True, True, True, bias_grad]
+        dq, dk, dv, ds = _aten._scaled_dot_product_efficient_attention_backward(
+            dout,
+            q,
+            _expand_heads(q, k),
+            _expand_heads(q, v),
+            given,
+            output,
+            lse,
+            seed,
+            offset,
+            0.0,
+            wanted,
+            own,
+            scale=scale,
+        )
+        found = (dq, _sum_heads(dk, k), _sum_heads(dv, v))
+        if not bias_grad:
+            return found
+        if own:  # it leaves out what no query sees
+            ds = ds.masked_fill(_unseen(q, k, causal, features), 0.0)
+        summed = [dim for dim in range(3) if bias.shape[dim] == 1 and ds.shape[dim] != 1]
+        return (*found, ds.sum(summed, keepdim=True) if summed else ds)
+
+    padded = lse[..., : q.shape[2]].contiguous()
+    return Forward(output, padded, (q, k, v, output, lse, bias, seed, offset), gradients)
+
+
+def efficient_bias(
+    bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, causal: bool, features: Features
+) -> torch.Tensor:
+    """A bias as the memory-efficient kernel reads it: (B, Hq, Sq, Skv), a view with aligned rows, and with the mask in
+    it unless that is PyTorch's causal one.
+
+    Args:
+        bias: (B or 1, Hq or 1, Sq or 1, Skv), in the dtype of q.
+        q: (B, Hq, Sq, D).
+        k: (B, Hkv, Skv, D).
+        causal: See `forward`.
+        features: The mask, without a cap.
+    """
+    if features.limits(causal) != PLAIN.window and not _is_plainly_causal(q, k, causal, features):
+        bias = bias.masked_fill(_unseen(q, k, causal, features), -math.inf)
+    keys = bias.shape[3]
+    compiling = torch.compiler.is_compiling()
+    if not (bias.stride(3) == 1 and keys % _BIAS_PADDING == 0 if compiling else _is_aligned(bias)):
+        bias = torch.nn.functional.pad(bias, (0, -keys % _BIAS_PADDING)).contiguous()[..., :keys]
+    return bias.expand(*q.shape[:3], keys)
+
+
+def _is_plainly_causal(q: torch.Tensor, k: torch.Tensor, causal: bool, features: Features) -> bool:
+    aligned = not features.bottom_right or q.shape[2] == k.shape[2]
+    return features.limits(causal) == (UNLIMITED, 0) and aligned
+
+
+def _unseen(q: torch.Tensor, k: torch.Tensor, causal: bool, features: Features) -> torch.Tensor:
+    """(Sq, Skv), true where a query does not see a key."""
+    rows, keys = q.shape[2], k.shape[2]
+    low, high = visible_range(rows, keys, *features.limits(causal), features.bottom_right)
+    places = torch.arange(keys, device=q.device) - torch.arange(rows, device=q.device)[:, None]
+    return (places < low) | (places > high)
+
+
+def _math(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    features: Features,
+    bias: torch.Tensor | None = None,
+    bias_grad: bool = False,
+) -> Forward:
+    output, lse = math_attention.forward(q, k, v, causal, scale, features, bias)
+    saved = (q, k, v, output, lse) if bias is None else (q, k, v, output, lse, bias)
+    return Forward(output, lse, saved, elementary_backward(causal, scale, features, bias_grad))
+
+
+def elementary_backward(
+    causal: bool, scale: float, features: Features, bias_grad: bool = False
+) -> Callable[..., Gradients]:
+    """`Forward.gradients` by elementary operations: of any forward that saves q, k, v, the output, the log-sum-exp as
+    `Forward.lse` has it, and perhaps a bias."""
+
+    def gradients(dout: torch.Tensor, *saved: torch.Tensor) -> Gradients:
+        return math_attention.gradients(
+            dout, *saved[:5], causal, scale, features, *saved[5:], bias_grad=bias_grad
+        )
+
+    return gradients
 
 
 def _flash_band(
@@ -376,8 +500,7 @@ def _flash_3(
         keys, seen_left, seen_right = as_bottom_right(q.shape[2], keys, left, right)
     output, lse = flash_3.forward(q, k[:, :, :keys], v[:, :, :keys], seen_left, seen_right, scale, features)
     limits = replace(features, window=(left, right))
-    gradients = functools.partial(math_attention.gradients, causal=False, scale=scale, features=limits)
-    return Forward(output, lse.contiguous(), (q, k, v, output, lse), gradients)
+    return Forward(output, lse.contiguous(), (q, k, v, output, lse), elementary_backward(False, scale, limits))
 
 
 @contextlib.contextmanager

@@ -32,6 +32,8 @@ _BACKENDS = {
 }
 _HALF = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD_DIM = 256
+LARGEST_GRID = 65_535
+"""Of CUDA's y and z, which PyTorch's kernels count batches and heads in."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def choose(
     *,
     enable_gqa: bool,
     kernel: bool,
+    bias_dtype: torch.dtype | None = None,
 ) -> str:
     """The name of the forward for this input: one of the constants above.
 
@@ -89,7 +92,10 @@ def choose(
         features: The rest.
         enable_gqa: Whether Hkv may be a divisor of Hq.
         kernel: Whether a kernel of ours is the backward: where not, PyTorch's forward goes with PyTorch's backward.
+        bias_dtype: That of a bias that is added to the scores; None where there is none.
     """
+    if bias_dtype is not None or features.alibi_slopes is not None:
+        return by_mask(q, k, causal, scale, features, bias_dtype)
     if features.plain:
         return _plain(q, k, v, causal, scale, enable_gqa, kernel)
     if kernel and q.is_cuda and _has_flash_3(q.device):
@@ -99,12 +105,23 @@ def choose(
     return by_mask(q, k, causal, scale, features)
 
 
-def by_mask(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, features: Features) -> str:
+def by_mask(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    causal: bool,
+    scale: float,
+    features: Features,
+    bias_dtype: torch.dtype | None = None,
+) -> str:
     """FlashAttention, or what of PyTorch's takes its place where it lacks the mask. See `choose` for the arguments."""
-    if not _fusible(q, k, scale):
+    if not _fusible(q, k, scale) or features.alibi_slopes is not None:
         return MATH
     if not q.is_cuda:
-        return FOR_CPU if features.plain else MATH
+        return FOR_CPU if features.plain and bias_dtype is None else MATH
+    if bias_dtype is not None:
+        # The mask of a window is made part of the bias. One of more bits than q would be rounded in the forward alone.
+        too_many = max(q.shape[:2]) > LARGEST_GRID
+        return MATH if features.softcap or bias_dtype != q.dtype or too_many else EFFICIENT
     if features.plain:
         return EFFICIENT if causal and q.shape[2] != k.shape[2] else FLASH
     if features.softcap:

@@ -19,7 +19,13 @@ _Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
 def attention(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, forward: str
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    forward: str,
 ) -> _Tensors:
     """Attention whose backward is `bwdtune::backward`.
 
@@ -29,6 +35,7 @@ def attention(
         k: (B, Hkv, Skv, D).
         v: (B, Hkv, Skv, D).
         sink: (Hq), if there is any.
+        bias: (B or 1, Hq or 1, Sq or 1, Skv), if there is any.
         forward: Of `forwards.choose`.
 
     Returns:
@@ -41,10 +48,12 @@ def attention(
         lengths = (sequences.cu_seqlens_q, sequences.cu_seqlens_kv, sequences.seqlen_q, sequences.seqlen_kv)
         rows = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
         output, lse = torch.ops.bwdtune.attention_varlen(
-            *rows, *lengths, *options, *mask, call.deterministic, forward, sink
+            *rows, *lengths, *options, *mask, call.deterministic, forward, sink, features.alibi_slopes
         )
         return output.transpose(0, 1)[None], lse[None]
-    found: _Tensors = torch.ops.bwdtune.attention(q, k, v, *options, *mask, call.deterministic, forward, sink)
+    found: _Tensors = torch.ops.bwdtune.attention(
+        q, k, v, *options, *mask, call.deterministic, forward, sink, bias, features.alibi_slopes
+    )
     return found
 
 
@@ -111,9 +120,11 @@ def _forward(
     bottom_right: bool,
     softcap: float,
     forward: str,
+    bias: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
 ) -> _Tensors:
-    features = Features((window_left, window_right), bottom_right, softcap)
-    result = torch_attention.forward(q, k, v, is_causal, scale, features, forward)
+    features = Features((window_left, window_right), bottom_right, softcap, None, alibi_slopes)
+    result = torch_attention.forward(q, k, v, is_causal, scale, features, forward, bias=bias)
     return result.output.contiguous(), result.lse
 
 
@@ -132,9 +143,10 @@ def _forward_varlen(
     bottom_right: bool,
     softcap: float,
     forward: str,
+    alibi_slopes: torch.Tensor | None,
 ) -> _Tensors:
     sequences = Sequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    features = Features((window_left, window_right), bottom_right, softcap, sequences)
+    features = Features((window_left, window_right), bottom_right, softcap, sequences, alibi_slopes)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     result = torch_attention.forward(q, k, v, is_causal, scale, features, forward)
     return result.output[0].transpose(0, 1).contiguous(), result.lse[0]
@@ -155,11 +167,16 @@ def _forward_backward(
     softcap: float,
     deterministic: bool,
     forward: str,
+    bias: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    bias_grad: bool,
 ) -> torch_attention.Gradients:
     """Elementary operations, which are deterministic."""
-    features = Features((window_left, window_right), bottom_right, softcap)
-    found = math_attention.gradients(dout, q, k, v, out, lse, is_causal, scale, features)
-    return _laid_out(found, q, k, v)
+    features = Features((window_left, window_right), bottom_right, softcap, None, alibi_slopes)
+    dq, dk, dv, *of_bias = math_attention.gradients(
+        dout, q, k, v, out, lse, is_causal, scale, features, bias, bias_grad
+    )
+    return (*_laid_out((dq, dk, dv), q, k, v), of_bias[0] if of_bias else q.new_empty(0))
 
 
 def _forward_varlen_backward(
@@ -181,9 +198,10 @@ def _forward_varlen_backward(
     softcap: float,
     deterministic: bool,
     forward: str,
+    alibi_slopes: torch.Tensor | None,
 ) -> torch_attention.Gradients:
     sequences = Sequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    features = Features((window_left, window_right), bottom_right, softcap, sequences)
+    features = Features((window_left, window_right), bottom_right, softcap, sequences, alibi_slopes)
     dense = [tensor.transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
     dq, dk, dv = math_attention.gradients(
         dense[0], dense[1], dense[2], dense[3], dense[4], lse[None], is_causal, scale, features

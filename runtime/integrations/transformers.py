@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -265,8 +266,8 @@ def attention_forward(
         scaling: The softmax scale.
         is_causal: In place of the module's, where `attention_mask` is None.
         softcap: See `attention`.
-        **others: ``s_aux``, the sinks of gpt-oss and its like, (Hq); of ``FlashAttentionKwargs``, the lengths of packed
-            sequences; the rest is PyTorch's or the model's.
+        **others: ``s_aux``, the sinks of gpt-oss and its like, (Hq); ``position_bias``, (1 or B, Hq, Sq, Skv), as of
+            T5; of ``FlashAttentionKwargs``, the lengths of packed sequences; the rest is PyTorch's or the model's.
 
     Returns:
         (B, Sq, Hq, D), and None.
@@ -279,13 +280,17 @@ def attention_forward(
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": True, "softcap": softcap or 0.0}
     if (sink := others.get("s_aux")) is not None:
         options["sink"] = sink.to(query.device)
-    if attention_mask is None:
-        packing = _given_packing(query, key, others)
-        window_size = (UNLIMITED, UNLIMITED)
-    else:
-        assert isinstance(attention_mask, Mask)
+    bias: torch.Tensor | None = others.get("position_bias")
+    packing, window_size = None, (UNLIMITED, UNLIMITED)
+    if isinstance(attention_mask, Mask) and (bias is None or attention_mask.packing is None):
         causal, window_size = attention_mask.causal, attention_mask.window_size
-        packing = attention_mask.packing or _given_packing(query, key, others)
+        packing = attention_mask.packing
+    elif attention_mask is not None:
+        # Packed sequences have no bias: of padding, it is minus infinity.
+        mask = attention_mask.tensor if isinstance(attention_mask, Mask) else attention_mask
+        bias, causal = _biased(bias, mask), False
+    if bias is None and packing is None:
+        packing = _given_packing(query, key, others)
     if packing is not None:
         packing = packing.to(query.device)
         starts, longest = packing.cu_seqlens, packing.max_seqlen
@@ -306,7 +311,8 @@ def attention_forward(
     causal = causal and query.shape[2] > 1
     if causal and key.shape[2] > query.shape[2]:
         key, value = (tensor[:, :, : query.shape[2]] for tensor in (key, value))
-    output = attention(query, key, value, is_causal=causal, window_size=window_size, **options)
+        bias = bias if bias is None else bias[..., : query.shape[2]]
+    output = attention(query, key, value, is_causal=causal, window_size=window_size, bias=bias, **options)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -319,18 +325,29 @@ def _objection(
     others: Mapping[str, Any],
 ) -> str | None:
     """Why PyTorch's attention has to take the call. What `attention` itself leaves to PyTorch is not its matter."""
-    if isinstance(mask, torch.Tensor):
-        return "the mask is a tensor"
+    bias = others.get("position_bias")
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and bias is None:
+        return "the mask is a boolean tensor"
+    if bias is not None and _given_packing(query, key, others) is not None:
+        return "the model gives position_bias, and packed sequences have none"
     if dropout:
         return f"dropout is {dropout}"
     for name in _NOT_TAKEN:
         if others.get(name) is not None:
             return f"the model gives {name}"
     # Of a mask that PyTorch's function lacks, its way with a tensor is quicker than elementary operations.
-    return unsupported(query, key, value) if mask is not None else None
+    return unsupported(query, key, value) if mask is not None or bias is not None else None
 
 
-_NOT_TAKEN = ("position_bias", "head_mask")  # biases
+_NOT_TAKEN = ("head_mask",)
+
+
+def _biased(bias: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
+    """What is added to scores for a bias and a mask: (B or 1, H or 1, Sq or 1, Skv)."""
+    if mask.dtype != torch.bool:  # which is added as it is
+        return mask if bias is None else bias + mask
+    assert bias is not None
+    return bias.masked_fill(~mask, -math.inf)
 
 
 def _given_packing(query: torch.Tensor, key: torch.Tensor, others: Mapping[str, Any]) -> Packing | None:

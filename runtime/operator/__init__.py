@@ -6,12 +6,15 @@ into the cache. Call it where a build may happen: in `enable`, `warmup`, or when
 The differentiable operators, for the fronts:
 
 ``bwdtune::attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, window_left=-1, window_right=-1,
-bottom_right=False, softcap=0.0, deterministic=None, forward="flash", sink=None) -> (out, lse)``
+bottom_right=False, softcap=0.0, deterministic=None, forward="flash", sink=None, bias=None, alibi_slopes=None) ->
+(out, lse)``
 
     Attention of (B, H, S, D) tensors by one forward, with `bwdtune::backward` as the derivative. ``out`` is
     (B, Hq, Sq, D), ``lse`` (B, Hq, Sq), fp32, natural logarithm, differentiable and possibly not contiguous; where a
     query sees no key it is infinite, of either sign. ``sink`` is (Hq), of any floating dtype: both results count it,
-    and it is differentiable. Who calls it sees to it that the forward takes the input: nothing is checked here, and
+    and it is differentiable. ``bias`` is (B or 1, Hq or 1, Sq or 1, Skv), in bf16, fp16 or fp32, added to the scores
+    after the cap and before the mask, and differentiable; ``alibi_slopes`` is fp32, contiguous, (Hq) or (B, Hq), and
+    not differentiable. Who calls it sees to it that the forward takes the input: nothing is checked here, and
     nothing is cast for autocast. ``window_left`` and ``window_right`` count keys before and past the diagonal, -1 for
     all of them; ``is_causal`` is a ``window_right`` of 0. ``deterministic=None`` is PyTorch's mode at the time of the
     backward. The gradient cannot be differentiated again: that raises a RuntimeError.
@@ -21,27 +24,32 @@ bottom_right=False, softcap=0.0, deterministic=None, forward="flash", sink=None)
     - ``"cudnn"``: `aten::_scaled_dot_product_cudnn_attention`: full or causal, aligned top-left;
     - ``"flash"``: `aten::_scaled_dot_product_flash_attention`: full or causal, aligned bottom-right: where Sq and Skv
       differ, ``bottom_right`` must be given with ``is_causal``;
-    - ``"efficient"``: `aten::_scaled_dot_product_efficient_attention`: full or causal, aligned top-left; expands heads;
+    - ``"efficient"``: `aten::_scaled_dot_product_efficient_attention`: full or causal, aligned top-left; with a bias,
+      which must have the dtype of q, any mask; expands heads;
     - ``"flash_window"``: `aten::_flash_attention_forward`: any window and either alignment, of no more queries than
       keys;
     - ``"cpu"``: `aten::_scaled_dot_product_flash_attention_for_cpu`: full or causal, aligned top-left;
     - anything else: ``bwdtune::forward(q, k, v, is_causal, scale, window_left, window_right, bottom_right, softcap,
-      forward) -> (out, lse)``, implemented in Python by who made up the name. Where no kernel of ours takes the
-      backward it is ``bwdtune::forward_backward(dout, q, k, v, out, lse, is_causal, scale, window_left, window_right,
-      bottom_right, softcap, deterministic, forward) -> (dq, dk, dv)``, implemented beside it. Their fake
-      implementations are here: ``out`` and ``lse`` are contiguous, gradients as `torch.empty_like` of the inputs.
+      forward, bias, alibi_slopes) -> (out, lse)``, implemented in Python by who made up the name. Where no kernel of
+      ours takes the backward it is ``bwdtune::forward_backward(dout, q, k, v, out, lse, is_causal, scale, window_left,
+      window_right, bottom_right, softcap, deterministic, forward, bias, alibi_slopes, bias_grad) -> (dq, dk, dv,
+      dbias)``, implemented beside it. Their fake implementations are here: ``out``, ``lse`` and ``dbias`` are
+      contiguous, other gradients as `torch.empty_like` of the inputs.
+
+    Only ``"efficient"`` and the forwards of Python take a bias, only the latter take slopes.
 
 ``bwdtune::attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, …) -> (out, lse)``
 
-    The same for packed sequences, (T, H, D), with the same options; ``lse`` is (Hq, Tq). ``forward`` is ``"flash"``
+    The same for packed sequences, (T, H, D), with the same options but a bias; ``lse`` is (Hq, Tq). ``forward`` is ``"flash"``
     (`aten::_flash_attention_forward`, aligned bottom-right; top-left only where all lengths are the same, which one
     tensor for both ``cu_seqlens`` tells), or goes to ``bwdtune::forward_varlen`` and
     ``bwdtune::forward_varlen_backward``, with the four lengths behind the tensors.
 
 ``bwdtune::backward`` and ``bwdtune::backward_varlen`` take what these have saved: the kernel that `dispatch.choose`
 names for the problem, else PyTorch's backward of that forward. Gradients have the strides of `torch.empty_like` of
-their inputs. Their last two arguments are the gradient of ``lse`` and the sinks, their last result is the gradient of
-these, of no elements where there are none.
+their inputs. Their last arguments are the gradient of ``lse``, the sinks, the bias (but of packed sequences), the slopes,
+and whether the bias' gradient is wanted (likewise); their last results are the gradients of sinks and, contiguous, of the
+bias, of no elements where there is none or it is not wanted.
 """
 
 from __future__ import annotations

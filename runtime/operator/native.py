@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...gen.errors import BwdtuneError
-from ...gen.problem import FLAGS, Problem
+from ...gen.problem import BIAS, FLAGS, Problem
 from .. import dispatch
 from ..dispatch import Choice, notices
 from ..kernel import Kernel
@@ -20,6 +20,7 @@ from . import build, schemas
 from .aten import AtenBackward
 
 _DTYPES = ("bf16", "fp16")
+_BIAS_DTYPES = (*_DTYPES, "fp32")
 _SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "head_dim")
 
 DEVICE_TYPES = ["cuda"]
@@ -30,7 +31,8 @@ class _Problem(ctypes.Structure):
     """`bwdtune::Problem`."""
 
     _fields_ = [
-        (name, ctypes.c_int64) for name in ("device", "fp16", *_SIZES, "causal", "window_left", "window_right", *FLAGS)
+        (name, ctypes.c_int64)
+        for name in ("device", "fp16", *_SIZES, "causal", "window_left", "window_right", *FLAGS, *BIAS)
     ]
 
     def to_problem(self) -> Problem:
@@ -41,6 +43,9 @@ class _Problem(ctypes.Structure):
         """
         sizes = {name: getattr(self, name) for name in (*_SIZES, "window_left", "window_right")}
         flags: dict[str, Any] = {name: bool(getattr(self, name)) for name in ("causal", *FLAGS)}
+        if self.bias:
+            letters = (letter if self.bias & bit else "1" for letter, bit in (("B", 4), ("H", 2), ("S", 1)))
+            flags |= {"bias": "_".join(letters), "bias_dtype": _BIAS_DTYPES[self.bias_dtype]}
         return Problem(_DTYPES[self.fp16], **sizes, **flags)
 
 

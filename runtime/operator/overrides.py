@@ -15,16 +15,18 @@ import torch
 from torch.library import Library
 
 from ...gen.errors import BwdtuneError
-from ...gen.problem import UNLIMITED, Problem, visible_range
-from .. import dispatch
+from ...gen.problem import UNLIMITED, Problem, bias_pattern, visible_range
+from .. import dispatch, row_features
 from ..dispatch import notices
 from ..features import Features, Sequences
-from ..kernel import TORCH_DTYPES, backward
+from ..kernel import BIAS_DTYPES, TORCH_DTYPES, backward
 from . import native
 from .aten import AtenBackward
 
-Gradients = tuple[torch.Tensor, ...]
+Gradients = tuple[torch.Tensor | None, ...]
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_BIAS_DTYPE_NAMES = {dtype: name for name, dtype in BIAS_DTYPES.items()}
+_ROW_ALIGNMENT = 16  # elements
 
 
 class PythonOverrides:
@@ -56,7 +58,7 @@ class PythonOverrides:
             found = self._gradients(operator, dict(zip(names, arguments, strict=False)) | options) if self._on else None
             if found is None:
                 return original.call_boxed(keys, *arguments, **options)
-            return (*found, *[None] * (len(overload._schema.returns) - 3))
+            return found[: len(overload._schema.returns)]
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the dispatcher, on overriding
@@ -94,12 +96,13 @@ class PythonOverrides:
     def _by_kernel(self, operator: AtenBackward, given: dict[str, Any]) -> Gradients:
         dout = given.get("grad_out", given.get("grad_out_"))
         tensors = [dout, *(given[name] for name in ("query", "key", "value", "out"))]
-        mask = given.get("attn_bias", given.get("attn_mask"))
+        bias = given.get("attn_bias", given.get("attn_mask"))
+        bias_grad = bias is not None and bool(given.get("grad_input_mask", [False])[-1])
         starts: list[Any] = [given.get("cum_seq_q"), given.get("cum_seq_k")]
         for reason, holds in (
             ("no gradient flows into the output", dout is None),
             ("dropout is asked for", given["dropout_p"] != 0),
-            ("a mask or bias tensor is given", mask is not None),
+            ("a mask tensor is given", bias is not None and (operator.heads_inside or bias.dtype not in _BIAS_DTYPE_NAMES)),
             ("the sequences are those of a nested tensor", starts[0] is not None and not operator.packs),
             ("the dtypes are not all bfloat16 or all float16", tensors[1].dtype not in _DTYPE_NAMES),
             ("head_dim is not a multiple of 8", tensors[1].shape[-1] % 8 != 0),
@@ -121,7 +124,9 @@ class PythonOverrides:
         left, right = (UNLIMITED if limit is None or not 0 <= limit < keys else limit for limit in limits)
         right = 0 if given.get("is_causal") else right
         features = _simplest(q, k, Features((left, right), operator.bottom_right, 0.0, sequences))
-        problem = _problem(q, k, features)
+        if bias is not None:
+            bias = _readable_bias(bias, bias_grad)
+        problem = _problem(q, k, features, bias, bias_grad)
         device = q.device.type
         if device not in native.DEVICE_TYPES:
             raise _Declined(f"the tensors are on {device}", f"the tensors are on {device}")
@@ -131,12 +136,17 @@ class PythonOverrides:
             raise _Declined(choice.cause or choice.reason)
         if choice.kernel.info.mask != "window":
             features = Features(bottom_right=features.bottom_right, sequences=sequences)
-        found = backward(choice.kernel, q, k, v, out, dout, _lse(given["logsumexp"], q, sequences), scale, features)
+        lse = _lse(given["logsumexp"], q, sequences)
+        if bias is not None:
+            lse = row_features.without_unseen(lse)
+        *found, dbias = (
+            *backward(choice.kernel, q, k, v, out, dout, lse, scale, features, bias=bias),
+            *(() if bias_grad else (None,)),
+        )
         self._launches[choice.kernel.path.stem] += 1
         restored = (as_kernels(gradient, back=True) for gradient in found)
-        return tuple(
-            _laid_out(gradient, tensor, operator) for gradient, tensor in zip(restored, tensors[1:4], strict=True)
-        )
+        laid_out = (_laid_out(gradient, tensor, operator) for gradient, tensor in zip(restored, tensors[1:4], strict=True))
+        return (*laid_out, dbias if dbias is None else _with_aligned_rows(dbias))
 
 
 @functools.cache
@@ -170,6 +180,23 @@ def _packed(tensor: torch.Tensor, back: bool = False) -> torch.Tensor:
     return tensor[0].transpose(0, 1) if back else tensor.transpose(0, 1)[None]
 
 
+def _readable_bias(bias: torch.Tensor, bias_grad: bool) -> torch.Tensor:
+    """(B or 1, Hq or 1, Sq or 1, Skv) of one that PyTorch has expanded; a gradient is that of all of its elements."""
+    bias = bias[(None,) * (4 - bias.dim())]
+    if not bias_grad:
+        for dim in range(3):
+            bias = bias.narrow(dim, 0, 1) if bias.stride(dim) == 0 and bias.shape[dim] > 1 else bias
+    return bias if bias.stride(3) == 1 or bias.shape[3] == 1 else bias.contiguous()
+
+
+def _with_aligned_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """In the strides that PyTorch's meta function promises for the gradient of a bias."""
+    keys = gradient.shape[3]
+    if not keys % _ROW_ALIGNMENT:
+        return gradient
+    return torch.nn.functional.pad(gradient, (0, -keys % _ROW_ALIGNMENT))[..., :keys]
+
+
 def _simplest(q: torch.Tensor, k: torch.Tensor, features: Features) -> Features:
     """The same mask in its simplest terms."""
     (left, right), bottom_right, sequences = features.window, features.bottom_right, features.sequences
@@ -184,11 +211,17 @@ def _simplest(q: torch.Tensor, k: torch.Tensor, features: Features) -> Features:
     return Features((left, right), bottom_right and masked, 0.0, sequences)
 
 
-def _problem(q: torch.Tensor, k: torch.Tensor, features: Features) -> Problem:
+def _problem(
+    q: torch.Tensor, k: torch.Tensor, features: Features, bias: torch.Tensor | None, bias_grad: bool
+) -> Problem:
     sequences, (left, right) = features.sequences, features.window
     batch, lengths = q.shape[0], (q.shape[2], k.shape[2])
     if sequences:
         batch, lengths = sequences.count, (sequences.seqlen_q, sequences.seqlen_kv)
+    biased: dict[str, Any] = {}
+    if bias is not None:
+        pattern = bias_pattern(bias.shape, batch, q.shape[1], *lengths)
+        biased = {"bias": pattern, "bias_dtype": _BIAS_DTYPE_NAMES[bias.dtype], "bias_grad": bias_grad}
     return Problem(
         _DTYPE_NAMES[q.dtype],
         batch,
@@ -201,6 +234,7 @@ def _problem(q: torch.Tensor, k: torch.Tensor, features: Features) -> Problem:
         bottom_right=features.bottom_right,
         varlen=sequences is not None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        **biased,
     )
 
 

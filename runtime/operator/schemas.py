@@ -18,25 +18,27 @@ _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_kv, SymInt max_seqlen_q, SymI
 _OPTIONS = f"bool is_causal=False, float? scale=None, bool enable_gqa=False, {_MASK_DEFAULTS}, bool? deterministic=None"
 _SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv)"
-_ALL_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
+_WITH_SINKS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
+_WITH_BIAS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dbias)"
 
 SCHEMAS = (
-    f'attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str forward="flash", Tensor? sink=None) '
-    "-> (Tensor out, Tensor lse)",
+    f'attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str forward="flash", Tensor? sink=None, '
+    "Tensor? bias=None, Tensor? alibi_slopes=None) -> (Tensor out, Tensor lse)",
     f"attention_varlen(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_OPTIONS}, "
-    'str forward="flash", Tensor? sink=None) -> (Tensor out, Tensor lse)',
+    'str forward="flash", Tensor? sink=None, Tensor? alibi_slopes=None) -> (Tensor out, Tensor lse)',
     f"backward({_SAVED}, Tensor? seed, Tensor? offset, bool is_causal, float scale, {_MASK}, bool? deterministic, "
-    f"str forward, Tensor? dlse, Tensor? sink) -> {_ALL_GRADIENTS}",
+    "str forward, Tensor? dlse, Tensor? sink, Tensor? bias, Tensor? alibi_slopes, bool bias_grad) "
+    f"-> {_WITH_BIAS}",
     f"backward_varlen({_SAVED}, Tensor? seed, Tensor? offset, {_LENGTHS}, bool is_causal, float scale, {_MASK}, "
-    f"bool? deterministic, str forward, Tensor? dlse, Tensor? sink) -> {_ALL_GRADIENTS}",
-    f"forward(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, {_MASK}, str forward) "
-    "-> (Tensor out, Tensor lse)",
-    f"forward_varlen(Tensor q, Tensor k, Tensor v, {_LENGTHS}, bool is_causal, float scale, {_MASK}, str forward) "
-    "-> (Tensor out, Tensor lse)",
-    f"forward_backward({_SAVED}, bool is_causal, float scale, {_MASK}, bool deterministic, str forward) "
-    f"-> {_GRADIENTS}",
+    f"bool? deterministic, str forward, Tensor? dlse, Tensor? sink, Tensor? alibi_slopes) -> {_WITH_SINKS}",
+    f"forward(Tensor q, Tensor k, Tensor v, bool is_causal, float scale, {_MASK}, str forward, Tensor? bias, "
+    "Tensor? alibi_slopes) -> (Tensor out, Tensor lse)",
+    f"forward_varlen(Tensor q, Tensor k, Tensor v, {_LENGTHS}, bool is_causal, float scale, {_MASK}, str forward, "
+    "Tensor? alibi_slopes) -> (Tensor out, Tensor lse)",
+    f"forward_backward({_SAVED}, bool is_causal, float scale, {_MASK}, bool deterministic, str forward, "
+    "Tensor? bias, Tensor? alibi_slopes, bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     f"forward_varlen_backward({_SAVED}, {_LENGTHS}, bool is_causal, float scale, {_MASK}, bool deterministic, "
-    f"str forward) -> {_GRADIENTS}",
+    f"str forward, Tensor? alibi_slopes) -> {_GRADIENTS}",
     "lse_factors(Tensor dlse, Tensor out) -> (Tensor units, Tensor terms)",
     "sink_gradient(Tensor sink, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, Tensor? cu_seqlens_q) -> Tensor",
 )
@@ -50,15 +52,36 @@ def _gradients(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _all_gradients(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> Any:
-    sink = others[-1]
+def _or_nothing(q: torch.Tensor, tensor: torch.Tensor | None, wanted: bool = True) -> torch.Tensor:
+    """A gradient of a tensor that may not be there: of no elements then."""
+    if tensor is None or not wanted:
+        return q.new_empty(0)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _backward(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> Any:
+    *_, sink, bias, _, bias_grad = others
+    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
+    return *_gradients(dout, q, *others), dsink, _or_nothing(q, bias, bias_grad)
+
+
+def _backward_varlen(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> Any:
+    *_, sink, _ = others
     return *_gradients(dout, q, *others), q.new_empty(0) if sink is None else torch.empty_like(sink)
 
 
-for _name in ("backward", "backward_varlen"):
-    torch.library.register_fake(f"bwdtune::{_name}", _all_gradients, lib=_library)
-for _name in ("forward_backward", "forward_varlen_backward"):
-    torch.library.register_fake(f"bwdtune::{_name}", _gradients, lib=_library)
+def _forward_backward(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> Any:
+    *_, bias, _, bias_grad = others
+    return *_gradients(dout, q, *others), _or_nothing(q, bias, bias_grad)
+
+
+for _name, _fake in (
+    ("backward", _backward),
+    ("backward_varlen", _backward_varlen),
+    ("forward_backward", _forward_backward),
+    ("forward_varlen_backward", _gradients),
+):
+    torch.library.register_fake(f"bwdtune::{_name}", _fake, lib=_library)
 
 
 def _forward(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,8 +99,9 @@ torch.library.register_fake("bwdtune::forward_varlen", _forward_varlen, lib=_lib
 
 def _batched_backward(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
     """A dimension more is one of the batch: (N, B, ...) as (N * B, ...)."""
-    *_, dlse, sink = arguments
-    if sink is not None:  # whose gradient is a sum over the batch
+    *_, dlse, sink, bias, slopes, _ = arguments
+    # Gradients of a sink and of a bias are sums over the batch, and slopes may be those of one.
+    if sink is not None or bias is not None or slopes is not None:
         each = [
             torch.ops.bwdtune.backward(
                 *(
@@ -87,7 +111,7 @@ def _batched_backward(info: Any, in_dims: Sequence[int | None], *arguments: Any)
             )
             for i in range(info.batch_size)
         ]
-        return tuple(torch.stack(gradients) for gradients in zip(*each, strict=True)), (0, 0, 0, 0)
+        return tuple(torch.stack(gradients) for gradients in zip(*each, strict=True)), (0,) * len(each[0])
 
     def flat(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         if dim is None:
@@ -99,10 +123,10 @@ def _batched_backward(info: Any, in_dims: Sequence[int | None], *arguments: Any)
     seeds = [
         seed if dim is None else seed.select(dim, 0) for seed, dim in zip(arguments[6:8], in_dims[6:8], strict=True)
     ]
-    dlse = dlse if dlse is None else flat(dlse, in_dims[-2])
-    *found, nothing = torch.ops.bwdtune.backward(*tensors, *seeds, *arguments[8:-2], dlse, None)
-    unbatched = (*(gradient.unflatten(0, (info.batch_size, -1)) for gradient in found), nothing)
-    return unbatched, (0, 0, 0, None)
+    dlse = dlse if dlse is None else flat(dlse, in_dims[-5])
+    found = torch.ops.bwdtune.backward(*tensors, *seeds, *arguments[8:-5], dlse, *arguments[-4:])
+    unbatched = (gradient.unflatten(0, (info.batch_size, -1)) for gradient in found[:3])
+    return (*unbatched, *found[3:]), (0, 0, 0, None, None)
 
 
 torch.library.register_vmap("bwdtune::backward", _batched_backward, lib=_library)

@@ -51,6 +51,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     found.native.forget()
 
 
+@pytest.fixture(params=["operator", "Python"])
+def ours(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Kernels:
+    """The CPU in the place of a GPU; through the operator, or as where that cannot be built."""
+    monkeypatch.setattr(attention_module, "_DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(operators, "ready", lambda: request.param == "operator")
+    return kernels
+
+
 @pytest.fixture
 def store_winner() -> StoreWinner:
     """Stores a winner as a search does."""

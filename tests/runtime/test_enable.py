@@ -90,9 +90,6 @@ def test_flops_are_counted_as_before(kernels: Kernels) -> None:
 
 
 DECLINED: dict[str, Callable[[], torch.Tensor]] = {
-    "a mask or bias tensor is given": lambda: F.scaled_dot_product_attention(
-        *leaves(1, 1, 1, 9, 9), attn_mask=torch.ones(9, 9, dtype=torch.bool).tril()
-    ),
     "the dtypes are not all bfloat16 or all float16": lambda: F.scaled_dot_product_attention(
         *leaves(1, 1, 1, 9, 9, dtype=torch.float32)
     ),
@@ -111,6 +108,24 @@ def test_what_no_kernel_takes_is_pytorchs(kernels: Kernels, reason: str, caplog:
     assert [record.getMessage() for record in caplog.records if record.name == "bwdtune"] == [
         f"attention has PyTorch's backward: {reason}"
     ]
+
+
+def test_a_mask_is_a_bias(kernels: Kernels) -> None:
+    """PyTorch makes floats of a boolean one."""
+    places = torch.arange(20) >= torch.tensor([0, 12])[:, None]
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        inputs = leaves(2, 2, 2, 20, 20)
+        output = F.scaled_dot_product_attention(*inputs, attn_mask=places[:, None, None])
+        return torch.autograd.grad(output.float().square().sum(), inputs)
+
+    plain = gradients()
+    with bwdtune.enabled():
+        found = gradients()
+    assert [(problem.bias, problem.bias_grad) for problem in kernels.asked] == [("B_1_1", False)]
+    assert kernels.launches == 1
+    for ours, pytorchs in zip(found, plain, strict=True):
+        assert (ours - pytorchs).norm() < 0.02 * pytorchs.norm()
 
 
 def test_a_problem_without_a_winner_is_pytorchs(kernels: Kernels) -> None:
@@ -244,7 +259,10 @@ with bwdtune.enabled():
     for ours, pytorchs in zip(gradients(is_causal=True), plain, strict=True):
         assert ours.stride() == pytorchs.stride()
         assert (ours - pytorchs).norm() < 0.02 * pytorchs.norm()
-    gradients(attn_mask=torch.ones(20, 20, dtype=torch.bool))
+    masked = gradients(attn_mask=torch.ones(20, 20, dtype=torch.bool).tril())
+    for ours, pytorchs in zip(masked, plain, strict=True):
+        assert (ours - pytorchs).norm() < 0.02 * pytorchs.norm()
+    gradients(scale=-0.5)
 assert all(map(torch.equal, gradients(is_causal=True), plain))
 print(list(counters()["launches"].values()), counters()["fallbacks"])
 """
@@ -258,8 +276,8 @@ def test_without_a_compiler_python_does_it(kernels: Kernels) -> None:
     assert ended.returncode == 0, ended.stderr
     if hasattr(torch.library, "get_kernel"):
         said = "PyTorch's attention has our backward through Python, which costs microseconds: there is no C++ compiler"
-        reason = "a mask or bias tensor is given"
-        assert ended.stdout == f"[1] {{{reason!r}: 1}}\n"
+        reason = "the scale is not positive"
+        assert ended.stdout == f"[1, 1] {{{reason!r}: 1}}\n"
         assert ended.stderr.splitlines() == [said, f"attention has PyTorch's backward: {reason}"]
     else:
         assert ended.stdout == "[] {}\n"

@@ -17,6 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window without limits": {"window_size": (None, None)},
     "causal window": {"causal": True, "window_size": (4, -1), "softmax_scale": 0.3},
     "softcap": {"causal": True, "softcap": 2.0, "deterministic": True},
+    "ALiBi": {"causal": True, "alibi_slopes": torch.linspace(0.1, 0.9, 4)},
 }
 
 
@@ -75,8 +76,8 @@ def test_the_log_sum_exp_is_returned_in_the_place_of_probabilities() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 0.1}, "dropout_p is 0.1: no kernel drops probabilities"),
-    ({"alibi_slopes": torch.zeros(2)}, "alibi_slopes is given: no kernel adds biases"),
     ({"window_size": (-2, 0)}, "window_size is"),
+    ({"alibi_slopes": torch.zeros(2, requires_grad=True)}, "alibi_slopes requires a gradient, and has none"),
 ]
 
 

@@ -22,6 +22,8 @@ from bwdtune.runtime.kernel import Kernel
 
 ops = torch.ops.bwdtune
 Gradients = tuple[torch.Tensor, ...]
+PLAIN = (None, None, None, None, False)
+"""Neither a gradient of the log-sum-exp, nor sinks, a bias, slopes and a gradient of a bias."""
 
 
 def exact(inputs: Gradients, dout: torch.Tensor, **options: Any) -> Gradients:
@@ -96,7 +98,7 @@ def test_the_log_sum_exp_of_each_forward(kernels: Kernels, padding: tuple[int, i
     yielded = torch.nn.functional.pad(lse, padding, value=float("nan"))
     if last:
         yielded = yielded[..., None]
-    mask = (False, 0.125, -1, -1, False, 0.0, None, "cpu", None, None)
+    mask = (False, 0.125, -1, -1, False, 0.0, None, "cpu", *PLAIN)
     found = ops.backward(dout, q, k, v, output, yielded, None, None, *mask)
     assert_right(found[:3], exact((q, k, v), dout))
     assert kernels.launches == 1
@@ -226,9 +228,9 @@ def test_deterministic(kernels: Kernels, asked: bool | None, mode: bool) -> None
 @pytest.mark.parametrize("sizes", [(0, 2, 2, 5, 5), (1, 2, 2, 0, 5), (1, 2, 2, 5, 0)])
 def test_empty_inputs(kernels: Kernels, sizes: tuple[int, ...]) -> None:
     q, k, v = (tensor.detach() for tensor in leaves(*sizes))
-    mask = (False, 0.125, -1, -1, False, 0.0, None, "math", None, None)
+    mask = (False, 0.125, -1, -1, False, 0.0, None, "math", *PLAIN)
     found = ops.backward(q, q, k, v, q, q.new_zeros(q.shape[:3], dtype=torch.float32), None, None, *mask)
-    assert [gradient.shape for gradient in found] == [q.shape, k.shape, v.shape, (0,)]
+    assert [gradient.shape for gradient in found] == [q.shape, k.shape, v.shape, (0,), (0,)]
     assert not any(gradient.any() for gradient in found)
     assert kernels.launches == 0
 
@@ -344,9 +346,9 @@ def test_opcheck(kernels: Kernels) -> None:
     opcheck(ops.attention_varlen.default, (*packed, *sizes, True, None, True), {"forward": "math"})
     q, k, v = (tensor.detach() for tensor in inputs)
     output, lse = ops.attention(q, k, v, True, None, True, forward="cpu")
-    mask = (True, 0.125, -1, -1, False, 0.0, None, "cpu", None, None)
+    mask = (True, 0.125, -1, -1, False, 0.0, None, "cpu", *PLAIN)
     opcheck(ops.backward.default, (torch.randn_like(output), q, k, v, output, lse, None, None, *mask))
     q, k, v = (tensor.detach() for tensor in packed)
     output, lse = ops.attention_varlen(q, k, v, *sizes, True, None, True, forward="math")
-    mask = (True, 0.125, -1, -1, False, 0.0, None, "math", None, None)
+    mask = (True, 0.125, -1, -1, False, 0.0, None, "math", None, None, None)
     opcheck(ops.backward_varlen.default, (torch.randn_like(output), q, k, v, output, lse, None, None, *sizes, *mask))

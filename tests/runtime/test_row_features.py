@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from exact_attention import assert_near, assert_right, exact
 from operator_kernels import Kernels, leaves
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import bwdtune
-from bwdtune.gen.problem import Problem, visible_range
+from bwdtune.gen.problem import Problem
 from bwdtune.runtime import attention as attention_module
 from bwdtune.runtime.forwards import operators
 from bwdtune.runtime.kernel import KernelError, backward
@@ -39,76 +40,8 @@ cases = pytest.mark.parametrize(("mask", "return_lse", "with_sink"), CASES)
 """Of each mask both, and each alone."""
 
 
-@pytest.fixture(params=["operator", "Python"])
-def ours(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Kernels:
-    """The CPU in the place of a GPU; through the operator, or as where that cannot be built."""
-    monkeypatch.setattr(attention_module, "_DEVICE_TYPES", ("cpu",))
-    monkeypatch.setattr(operators, "ready", lambda: request.param == "operator")
-    return kernels
-
-
 def sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.linspace(-1, 4, heads).to(dtype).requires_grad_()
-
-
-def exact(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alignment: str = "top-left",
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> Tensors:
-    """The textbook's attention: a sink is a column of scores that is dropped after the softmax."""
-    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-    left, right = window_size
-    low, high = visible_range(q.shape[2], k.shape[2], left, 0 if is_causal else right, alignment == "bottom-right")
-    places = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
-    seen = (places >= low) & (places <= high)
-    s = q @ k.mT * q.shape[-1] ** -0.5
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(~seen, -1e300)
-    if sink is not None:
-        s = torch.cat([s, sink[:, None, None].expand(*s.shape[:3], 1)], -1)
-    p = s.softmax(-1)[..., : k.shape[2]] * seen
-    lse = s.logsumexp(-1)
-    return p @ v, lse if sink is not None else lse.masked_fill(~seen.any(-1), -math.inf)
-
-
-def assert_near(found: torch.Tensor, right: torch.Tensor) -> None:
-    assert found.shape == right.shape
-    assert torch.equal(found.isfinite(), right.isfinite())
-    found, right = found.double().nan_to_num(0, 0, 0), right.nan_to_num(0, 0, 0)
-    assert (found - right).norm() <= 0.01 * right.norm() + 1e-4
-
-
-def assert_right(
-    attention: Callable[..., Any], reference: Callable[..., Tensors], inputs: Tensors, return_lse: bool
-) -> None:
-    """Results and gradients of all of them."""
-    found = attention(*inputs) if return_lse else (attention(*inputs),)
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    right = reference(*wide)[: len(found)]
-    generator = torch.Generator().manual_seed(5)
-    upstream = [torch.randn(result.shape, generator=generator) for result in found]
-    for ours, theirs in zip(found, right, strict=True):
-        assert_near(ours.detach(), theirs.detach())
-    gradients = torch.autograd.grad(
-        found, inputs, [one.to(result.dtype) for one, result in zip(upstream, found, strict=True)]
-    )
-    # Of a row that sees no key the log-sum-exp is a constant.
-    finite = [result.where(result.isfinite(), 0.0) for result in right]
-    expected = torch.autograd.grad(
-        finite, wide, [one.to(result.dtype).double() for one, result in zip(upstream, found, strict=True)]
-    )
-    for given, gradient, theirs in zip(inputs, gradients, expected, strict=True):
-        assert gradient.dtype == given.dtype
-        assert_near(gradient, theirs)
 
 
 @cases
@@ -206,7 +139,7 @@ def test_a_merged_log_sum_exp_is_taken_as_it_is(kernels: Kernels) -> None:
     q, k, v = (tensor.detach() for tensor in leaves(2, 4, 2, 30, 40, head_dim=32))
     output, lse = ops.attention(q, k, v, enable_gqa=True, forward="math")
     dout = torch.randn_like(output)
-    rest = (None, None, False, 32**-0.5, -1, -1, False, 0.0, None, "math", None, None)
+    rest = (None, None, False, 32**-0.5, -1, -1, False, 0.0, None, "math", *[None] * 4, False)
     whole = ops.backward(dout, q, k, v, output, lse, *rest)
     halves = [
         ops.backward(dout, q, k[:, :, part], v[:, :, part], output, lse, *rest) for part in (slice(23), slice(23, 40))
@@ -388,7 +321,7 @@ def test_opcheck(kernels: Kernels) -> None:
     output, lse = ops.attention(q, k, v, True, None, True, forward="cpu", sink=sink)
     mask = (True, 0.125, -1, -1, False, 0.0, None, "cpu")
     saved = (torch.randn_like(output), q, k, v, output, lse, None, None)
-    opcheck(ops.backward.default, (*saved, *mask, torch.randn_like(lse), sink))
+    opcheck(ops.backward.default, (*saved, *mask, torch.randn_like(lse), sink, None, None, False))
 
 
 # ---- arguments ----

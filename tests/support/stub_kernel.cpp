@@ -44,22 +44,20 @@ uint32_t to_bits(float value) {
   return bits;
 }
 
-#if BF16
-float load(uint16_t x) { return from_bits(static_cast<uint32_t>(x) << 16); }
-uint16_t store(float x) {
+float load_bf16(uint16_t x) { return from_bits(static_cast<uint32_t>(x) << 16); }
+uint16_t store_bf16(float x) {
   if (std::isnan(x)) return 0x7fc0;
   const uint32_t bits = to_bits(x);
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-#else
-float load(uint16_t x) {
+float load_fp16(uint16_t x) {
   const int exponent = x >> 10 & 31, fraction = x & 1023;
   const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
                           : exponent     ? std::ldexp(1024.f + fraction, exponent - 25)
                                          : std::ldexp(static_cast<float>(fraction), -24);
   return x >> 15 ? -magnitude : magnitude;
 }
-uint16_t store(float x) {
+uint16_t store_fp16(float x) {
   const uint16_t sign = to_bits(x) >> 16 & 0x8000;
   if (std::isnan(x)) return 0x7e00;
   const float magnitude = std::fabs(x);
@@ -68,7 +66,24 @@ uint16_t store(float x) {
   const int exponent = std::ilogb(magnitude);
   return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)) + ((exponent + 14) << 10));
 }
-#endif
+float load(uint16_t x) { return BF16 ? load_bf16(x) : load_fp16(x); }
+uint16_t store(float x) { return BF16 ? store_bf16(x) : store_fp16(x); }
+
+// Of a bias and its gradient: 0 for bf16, 1 for fp16, 2 for fp32.
+int bias_kind() { return !std::strcmp(BIAS_DTYPE, "fp32") ? 2 : !std::strcmp(BIAS_DTYPE, "fp16"); }
+
+float load_bias(const bwdtune_tensor& t, int64_t at) {
+  if (bias_kind() == 2) return static_cast<const float*>(t.data)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(t.data)[at];
+  return bias_kind() ? load_fp16(bits) : load_bf16(bits);
+}
+
+void store_bias(const bwdtune_tensor& t, int64_t at, float x) {
+  if (bias_kind() == 2)
+    static_cast<float*>(t.data)[at] = x;
+  else
+    static_cast<uint16_t*>(t.data)[at] = bias_kind() ? store_fp16(x) : store_bf16(x);
+}
 
 struct Rows {
   uint16_t* data;
@@ -85,7 +100,8 @@ struct Rows {
   void set(int64_t row, int column, float value) const { data[row * stride + column] = store(value); }
 };
 
-void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv) {
+// `dbias` is the gradient of a bias in fp32, in the place of each of its elements in memory.
+void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv, std::vector<float>& dbias) {
   const int64_t group = a.heads_q / a.heads_kv, batch = VARLEN ? 0 : sequence;
   const int64_t first_q = VARLEN ? a.cu_seqlens_q[sequence] : 0, first_kv = VARLEN ? a.cu_seqlens_kv[sequence] : 0;
   const int64_t sq = VARLEN ? a.cu_seqlens_q[sequence + 1] - first_q : a.seqlen_q;
@@ -127,7 +143,15 @@ void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv) {
           dp += dout_row[d] * v_row[d];
         }
         const float capped = SOFTCAP ? std::tanh(a.scale * s / a.softcap) : 0;
-        const float p = std::exp((SOFTCAP ? a.softcap * capped : a.scale * s) - lse[i]);
+        float score = SOFTCAP ? a.softcap * capped : a.scale * s;
+        const auto element = [&](const bwdtune_tensor& t) {
+          return sequence * t.stride_batch + head_q * t.stride_head + i * t.stride_seqlen + j;
+        };
+        if (*BIAS) score += load_bias(a.bias, element(a.bias));
+        if (ALIBI)
+          score -= a.alibi_slopes[sequence * a.alibi_batch_stride + head_q] * static_cast<float>(std::abs(i + skv - sq - j));
+        const float p = std::isfinite(lse[i]) ? std::exp(score - lse[i]) : 0;
+        if (BIAS_GRAD) dbias[element(a.dbias)] += p * (dp - delta);
         const float ds = p * (dp - delta) * a.scale * (1 - capped * capped);
         const float ds_for_dq = FAULT == FORGETS_THE_SCALE ? ds / a.scale : ds;
         for (int d = 0; d < HEAD_DIM; d++) dq_row[d] += ds_for_dq * k_row[d];
@@ -179,8 +203,15 @@ int bwdtune_backward(const bwdtune_arguments* a) {
     for (int64_t i = 0; i < a->positions_q; i++)
       for (int d = 0; d < HEAD_DIM; d++) Rows(a->dq, 0, head_q).set(i, d, 0);
   if (SINK) std::fill(a->dsink, a->dsink + a->heads_q, 0.f);
+  std::vector<float> dbias;
+  if (BIAS_GRAD) {  // which is dense
+    const char* pattern = BIAS;  // such as "B_1_S"
+    dbias.resize((pattern[0] == 'B' ? a->batch : 1) * (pattern[2] == 'H' ? a->heads_q : 1) *
+                 (pattern[4] == 'S' ? a->seqlen_q : 1) * a->seqlen_kv);
+  }
   for (int64_t batch = 0; batch < a->batch; batch++)
-    for (int64_t head_kv = 0; head_kv < a->heads_kv; head_kv++) head(*a, batch, head_kv);
+    for (int64_t head_kv = 0; head_kv < a->heads_kv; head_kv++) head(*a, batch, head_kv, dbias);
+  for (size_t i = 0; i < dbias.size(); i++) store_bias(a->dbias, static_cast<int64_t>(i), dbias[i]);
   if (FAULT == READS_THE_WORKSPACE) {
     uint16_t* dq = static_cast<uint16_t*>(a->dq.data);
     *dq = store(load(*dq) + *static_cast<float*>(a->workspace));

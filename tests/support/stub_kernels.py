@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from bwdtune.gen.problem import FLAGS, Problem
+from bwdtune.gen.problem import BIAS, FLAGS, Problem
 
 _SOURCE = Path(__file__).parent / "stub_kernel.cpp"
 _HEADERS = Path(__file__).resolve().parents[2] / "templates" / "common"
@@ -21,8 +21,8 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 def stub_for(problem: Problem) -> Path:
     """A right kernel for this kind of problem."""
-    flags = {flag: getattr(problem, flag) for flag in FLAGS}
-    return stub_library(dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.mask, **flags)
+    asked = {name: getattr(problem, name) for name in (*FLAGS, *BIAS)}
+    return stub_library(dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.mask, **asked)
 
 
 @functools.cache

@@ -66,7 +66,8 @@ class Arguments {
     dout = at("grad_out") >= 0 ? at("grad_out") : at("grad_out_");
     q = at("query"), k = at("key"), v = at("value"), out = at("out"), lse = at("logsumexp");
     dropout = at("dropout_p"), causal = at("is_causal"), scale = at("scale");
-    mask = at("attn_bias") >= 0 ? at("attn_bias") : at("attn_mask");
+    bias = at("attn_bias") >= 0 ? at("attn_bias") : at("attn_mask");
+    wanted = at("grad_input_mask");
     cum_seq_q = at("cum_seq_q"), cum_seq_k = at("cum_seq_k"), max_q = at("max_q"), max_k = at("max_k");
     left = at("window_size_left"), right = at("window_size_right");
     for (const int needed : {dout, q, k, v, out, lse, dropout, causal, scale})
@@ -87,7 +88,7 @@ class Arguments {
 
   int count() const { return count_; }
 
-  int dout, q, k, v, out, lse, dropout, causal, scale, mask, cum_seq_q, cum_seq_k, max_q, max_k, left, right;
+  int dout, q, k, v, out, lse, dropout, causal, scale, bias, wanted, cum_seq_q, cum_seq_k, max_q, max_k, left, right;
 
  private:
   int count_;
@@ -99,7 +100,7 @@ class Override : public c10::OperatorKernel {
       : original_(registered_kernel(op, key)), arguments_(op.schema()), results_(op.schema().returns().size()), how_(how) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    std::optional<Gradients> found;
+    std::optional<Found> found;
     if (!pytorch_only() && state().enabled.load(std::memory_order_relaxed)) found = ours(*stack);
     if (!found) {
       const PytorchOnly pytorch;  // which makes one of these operators of another one
@@ -107,13 +108,13 @@ class Override : public c10::OperatorKernel {
       return;
     }
     torch::jit::drop(*stack, arguments_.count());
-    auto& [dq, dk, dv] = *found;
+    auto& [dq, dk, dv, dbias] = *found;
     torch::jit::push(*stack, std::move(dq), std::move(dk), std::move(dv));
-    for (size_t i = 3; i < results_; i++) torch::jit::push(*stack, Tensor());  // the gradient of a bias that is not there
+    for (size_t i = 3; i < results_; i++) torch::jit::push(*stack, std::move(dbias));
   }
 
  private:
-  std::optional<Gradients> ours(const torch::jit::Stack& stack) const noexcept {
+  std::optional<Found> ours(const torch::jit::Stack& stack) const noexcept {
     const auto because = [](Reason reason) {
       state().pytorch_because(reason);
       return std::nullopt;
@@ -123,7 +124,8 @@ class Override : public c10::OperatorKernel {
       const auto tensor = [&](int index) -> const Tensor& { return at.of(stack, index).toTensor(); };
       if (!at.defined(stack, at.dout)) return because(kUndefinedGradient);
       if (at.of(stack, at.dropout).toDouble() != 0) return because(kDropout);
-      if (at.defined(stack, at.mask)) return because(kMask);
+      const bool biased = at.defined(stack, at.bias);
+      if (biased && (how_.format != Format::kBHSD || tensor(at.bias).scalar_type() == at::kBool)) return because(kMask);
       const bool varlen = at.defined(stack, at.cum_seq_q);
       if (varlen && !(how_.packs && at.defined(stack, at.cum_seq_k))) return because(kNested);
       Call call{tensor(at.dout), tensor(at.q), tensor(at.k), tensor(at.v), tensor(at.out), tensor(at.lse)};
@@ -146,11 +148,37 @@ class Override : public c10::OperatorKernel {
         call.left = at.limit(stack, at.left, keys);
         call.right = at.limit(stack, at.right, keys);
       }
-      return compute(call);
+      if (!biased) return compute(call);
+      const Tensor& bias = tensor(at.bias);
+      call.bias_grad = at.wanted >= 0 && at.of(stack, at.wanted).toBoolList().get(3);
+      call.bias = call.bias_grad ? bias : without_copies(bias);
+      auto found = compute(call);
+      if (found && call.bias_grad) found->dbias = with_aligned_rows(found->dbias);
+      return found;
     } catch (const std::exception& error) {
       state().pytorch_after("an error within bwdtune: ", error.what());
       return std::nullopt;
     }
+  }
+
+  // A bias of four dimensions, of which those that were expanded are one element. Its gradient would be that of all of them.
+  static Tensor without_copies(Tensor bias) {
+    while (bias.dim() < 4) bias = bias.unsqueeze(0);
+    for (int64_t dim = 0; dim + 1 < bias.dim(); dim++)
+      if (bias.stride(dim) == 0 && bias.size(dim) > 1) bias = bias.narrow(dim, 0, 1);
+    return bias;
+  }
+
+  // The strides that PyTorch's meta function promises for the gradient of a bias: rows of a multiple of 16.
+  static Tensor with_aligned_rows(const Tensor& gradient) {
+    constexpr int64_t kAlignment = 16;
+    const int64_t keys = gradient.size(3), aligned = (keys + kAlignment - 1) / kAlignment * kAlignment;
+    if (keys == aligned) return gradient;
+    auto sizes = gradient.sizes().vec();
+    sizes[3] = aligned;
+    Tensor promised = at::empty(sizes, gradient.options()).narrow(3, 0, keys);
+    promised.copy_(gradient);
+    return promised;
   }
 
   const c10::KernelFunction original_;

@@ -13,6 +13,7 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/exp.h>
 #include <ATen/ops/isfinite.h>
@@ -31,7 +32,10 @@ using c10::SymInt;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Forwarded = std::tuple<Tensor, Tensor>;
-using AllGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dsink last, of no elements where there are no sinks
+// dq, dk, dv, dsink and dbias: the last two of no elements where there are no sinks, or no gradient of a bias is wanted.
+using AllGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using GradientsOfBias = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using GradientsVarlen = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // without a bias, which packed sequences do not have
 using MaybeBool = std::optional<bool>;
 using MaybeDouble = std::optional<double>;
 
@@ -47,6 +51,12 @@ struct Mask {
   int64_t left, right;
   bool bottom_right;
   double softcap;
+};
+
+// What is added to the scores: `Call`.
+struct Biases {
+  MaybeTensor bias, alibi_slopes;
+  bool bias_grad = false;
 };
 
 struct Packed {
@@ -96,12 +106,49 @@ inline Tensor padded(const Tensor& gradient, const SymInt& rows) {
   return missing == 0 ? gradient : at::constant_pad_nd_symint(gradient, {0, 0, 0, missing}, 0);
 }
 
+// `runtime.torch_attention.efficient_bias`
+inline bool plainly_causal(const Mask& mask, const Tensor& q, const Tensor& k) {
+  const bool causal = mask.left == kUnlimited && (mask.causal || mask.right == 0);
+  return causal && (!mask.bottom_right || q.sym_size(2) == k.sym_size(2));
+}
+
+// (Sq, Skv), true where a query does not see a key; undefined where all see all.
+inline Tensor unseen(const Mask& mask, const Tensor& q, const Tensor& k) {
+  const SymInt rows = q.sym_size(2), keys = k.sym_size(2), diagonal = mask.bottom_right ? keys - rows : SymInt(0);
+  const int64_t right = mask.causal ? 0 : mask.right;
+  if (mask.left == kUnlimited && right == kUnlimited) return {};
+  const auto options = q.options().dtype(at::kLong);
+  const Tensor places = at::arange(keys, options).sub(at::arange(rows, options).unsqueeze(1));
+  Tensor found;
+  if (mask.left != kUnlimited) found = places.lt(diagonal - mask.left);
+  if (right == kUnlimited) return found;
+  const Tensor past = places.gt(diagonal + right);
+  return found.defined() ? found.logical_or(past) : past;
+}
+
+inline Tensor efficient_bias(Tensor bias, const Mask& mask, const Tensor& q, const Tensor& k) {
+  constexpr int64_t kPadding = 16;
+  const int64_t vector = 16 / static_cast<int64_t>(bias.element_size());
+  if (!plainly_causal(mask, q, k))
+    if (const Tensor hidden = unseen(mask, q, k); hidden.defined())
+      bias = bias.masked_fill(hidden, -std::numeric_limits<double>::infinity());
+  const SymInt keys = bias.sym_size(3);
+  bool aligned = bias.sym_stride(3) == 1 && bias.sym_storage_offset() % vector == 0;
+  for (int dim = 0; dim < 3; dim++) aligned = aligned && (bias.sym_size(dim) == 1 || bias.sym_stride(dim) % vector == 0);
+  if (!aligned) {
+    const SymInt missing = (kPadding - keys % kPadding) % kPadding;
+    bias = at::constant_pad_nd_symint(bias, {0, missing}, 0).contiguous().narrow_symint(3, 0, keys);
+  }
+  return bias.expand_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), keys});
+}
+
 struct Forward {
   Tensor out, lse;
   MaybeTensor seed, offset;  // what PyTorch's backward needs besides
 };
 
-inline Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, c10::string_view which) {
+inline Forward forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, c10::string_view which, const Biases& biases) {
   if (which == "cudnn") {
     auto result = at::_scaled_dot_product_cudnn_attention(
         q, k, v, std::nullopt, /*compute_log_sumexp=*/true, 0.0, mask.causal, false, mask.scale);
@@ -112,8 +159,11 @@ inline Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const 
     return {std::get<0>(result), std::get<1>(result), std::get<6>(result), std::get<7>(result)};
   }
   if (which == "efficient") {
+    MaybeTensor bias;
+    if (biases.bias) bias = efficient_bias(*biases.bias, mask, q, k);
     auto [out, lse, seed, offset] = at::_scaled_dot_product_efficient_attention(
-        q, expand_heads(q, k), expand_heads(q, v), std::nullopt, /*compute_log_sumexp=*/true, 0.0, mask.causal, mask.scale);
+        q, expand_heads(q, k), expand_heads(q, v), bias, /*compute_log_sumexp=*/true, 0.0, plainly_causal(mask, q, k),
+        mask.scale);
     return {out, lse, seed, offset};
   }
   if (which == "flash_window") {
@@ -129,10 +179,11 @@ inline Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const 
     return {out, lse};
   }
   static const auto python = find<Forwarded(
-      const Tensor&, const Tensor&, const Tensor&, bool, double, int64_t, int64_t, bool, double, c10::string_view)>(
-      "bwdtune::forward");
-  auto [out, lse] =
-      python.call(q, k, v, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, which);
+      const Tensor&, const Tensor&, const Tensor&, bool, double, int64_t, int64_t, bool, double, c10::string_view,
+      const MaybeTensor&, const MaybeTensor&)>("bwdtune::forward");
+  auto [out, lse] = python.call(
+      q, k, v, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, which, biases.bias,
+      biases.alibi_slopes);
   return {out, lse};
 }
 
@@ -154,9 +205,10 @@ class Deterministic {
   const bool before_, warns_, changes_;
 };
 
-inline Gradients pytorch_backward(
+inline Found pytorch_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const MaybeTensor& seed, const MaybeTensor& offset, const Mask& mask, bool repeatable, c10::string_view which) {
+    const MaybeTensor& seed, const MaybeTensor& offset, const Mask& mask, bool repeatable, c10::string_view which,
+    const Biases& biases) {
   const PytorchOnly pytorch;
   const Deterministic deterministic(repeatable);
   if (which == "cudnn")
@@ -167,33 +219,42 @@ inline Gradients pytorch_backward(
     return at::_scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse, {}, {}, q.size(2), k.size(2), 0.0, mask.causal, or_none(seed), or_none(offset), mask.scale);
   if (which == "efficient") {
-    auto [dq, dk, dv, unused] = at::_scaled_dot_product_efficient_attention_backward(
-        dout, q, expand_heads(q, k), expand_heads(q, v), {}, out, lse, or_none(seed), or_none(offset), 0.0,
-        {true, true, true, false}, mask.causal, mask.scale);
-    return {dq, sum_heads(dk, k), sum_heads(dv, v)};
+    const bool causal = plainly_causal(mask, q, k);
+    const Tensor bias = biases.bias ? efficient_bias(*biases.bias, mask, q, k) : Tensor();
+    auto [dq, dk, dv, ds] = at::_scaled_dot_product_efficient_attention_backward(
+        dout, q, expand_heads(q, k), expand_heads(q, v), bias, out, lse, or_none(seed), or_none(offset), 0.0,
+        {true, true, true, biases.bias_grad}, causal, mask.scale);
+    Tensor dbias;
+    if (biases.bias_grad) {
+      if (causal) ds = ds.masked_fill(unseen(mask, q, k), 0.0);  // which the kernel leaves out
+      dbias = ds.sum_to_size_symint(biases.bias->sym_sizes());
+    }
+    return {{dq, sum_heads(dk, k), sum_heads(dv, v)}, dbias};
   }
   if (which == "flash_window") {
     const Window window(mask, q.sym_size(2), k.sym_size(2));
     auto [dq, dk, dv] = at::_flash_attention_backward_symint(
         bshd(dout), bshd(q), bshd(k.narrow_symint(2, 0, window.keys)), bshd(v.narrow_symint(2, 0, window.keys)), bshd(out), lse,
         {}, {}, q.sym_size(2), window.keys, 0.0, false, or_none(seed), or_none(offset), mask.scale, window.left, window.right);
-    return {bshd(dq), padded(bshd(dk), k.sym_size(2)), padded(bshd(dv), v.sym_size(2))};
+    return Gradients{bshd(dq), padded(bshd(dk), k.sym_size(2)), padded(bshd(dv), v.sym_size(2))};
   }
   if (which == "cpu") {
     auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, expand_heads(q, k), expand_heads(q, v), out, lse, 0.0, mask.causal, std::nullopt, mask.scale);
-    return {dq, sum_heads(dk, k), sum_heads(dv, v)};
+    return Gradients{dq, sum_heads(dk, k), sum_heads(dv, v)};
   }
-  static const auto python = find<Gradients(
+  static const auto python = find<GradientsOfBias(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, double, int64_t, int64_t,
-      bool, double, bool, c10::string_view)>("bwdtune::forward_backward");
-  return python.call(
+      bool, double, bool, c10::string_view, const MaybeTensor&, const MaybeTensor&, bool)>("bwdtune::forward_backward");
+  auto [dq, dk, dv, dbias] = python.call(
       dout, q, k, v, out, lse, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, repeatable,
-      which);
+      which, biases.bias, biases.alibi_slopes, biases.bias_grad);
+  return {{dq, dk, dv}, dbias};
 }
 
 inline Forward forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Packed& packed, const Mask& mask, c10::string_view which) {
+    const Tensor& q, const Tensor& k, const Tensor& v, const Packed& packed, const Mask& mask, c10::string_view which,
+    const MaybeTensor& slopes) {
   if (which == "flash") {
     auto result = at::_flash_attention_forward_symint(
         q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, 0.0, false, false,
@@ -202,10 +263,10 @@ inline Forward forward(
   }
   static const auto python = find<Forwarded(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, double, int64_t, int64_t,
-      bool, double, c10::string_view)>("bwdtune::forward_varlen");
+      bool, double, c10::string_view, const MaybeTensor&)>("bwdtune::forward_varlen");
   auto [out, lse] = python.call(
       q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, mask.causal, mask.scale,
-      mask.left, mask.right, mask.bottom_right, mask.softcap, which);
+      mask.left, mask.right, mask.bottom_right, mask.softcap, which, slopes);
   return {out, lse};
 }
 
@@ -227,10 +288,10 @@ inline void add_sink(const Forward& result, const Tensor& q, const Tensor& sink,
   lse.copy_(with_sink);
 }
 
-inline Gradients pytorch_backward(
+inline Found pytorch_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const Packed& packed, const Mask& mask, bool repeatable,
-    c10::string_view which) {
+    c10::string_view which, const MaybeTensor& slopes) {
   const PytorchOnly pytorch;
   const Deterministic deterministic(repeatable);
   if (which == "flash")
@@ -239,11 +300,11 @@ inline Gradients pytorch_backward(
         false, or_none(seed), or_none(offset), mask.scale, SymInt(mask.left), SymInt(mask.causal ? 0 : mask.right));
   static const auto python = find<Gradients(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-      SymInt, SymInt, bool, double, int64_t, int64_t, bool, double, bool, c10::string_view)>(
+      SymInt, SymInt, bool, double, int64_t, int64_t, bool, double, bool, c10::string_view, const MaybeTensor&)>(
       "bwdtune::forward_varlen_backward");
   return python.call(
       dout, q, k, v, out, lse, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-      mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, repeatable, which);
+      mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, repeatable, which, slopes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -260,7 +321,8 @@ inline Tensor laid_out(Tensor gradient, const Tensor& input) {
 // The gradients of a call: ours where a kernel is chosen for it, else PyTorch's, `theirs`, which are given dout, v and out and
 // know neither sinks nor a gradient of the log-sum-exp: `runtime.row_features` says how they come to both.
 template <class Theirs>
-AllGradients gradients(Call& call, const MaybeTensor& dlse, const MaybeTensor& sink, const Theirs& theirs) {
+AllGradients gradients(
+    Call& call, const MaybeTensor& dlse, const MaybeTensor& sink, const Biases& biases, const Theirs& theirs) {
   const Tensor &dout = call.dout, &q = call.q, &k = call.k, &v = call.v, &out = call.out;
   const bool packed = call.format == Format::kTHD;
   if (dlse) call.dlse = *dlse;
@@ -268,6 +330,10 @@ AllGradients gradients(Call& call, const MaybeTensor& dlse, const MaybeTensor& s
     call.sink = sink->to(at::kFloat).contiguous();
     call.dsink = at::empty_like(call.sink);
   }
+  if (biases.bias) call.bias = *biases.bias;
+  if (biases.alibi_slopes) call.alibi_slopes = *biases.alibi_slopes;
+  call.bias_grad = biases.bias_grad;
+  const auto or_nothing = [&](const Tensor& dbias) { return dbias.defined() ? dbias : at::empty({0}, q.options()); };
   const auto dsink_of_theirs = [&] {
     if (!sink) return at::empty({0}, q.options());
     static const auto python = find<Tensor(
@@ -276,28 +342,36 @@ AllGradients gradients(Call& call, const MaybeTensor& dlse, const MaybeTensor& s
     return python.call(
         *sink, out, plain_lse(call.lse, q, packed), dout, dlse, packed ? MaybeTensor(call.cu_seqlens_q) : std::nullopt);
   };
-  if (!q.numel() || !k.numel()) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), dsink_of_theirs()};
-  if (auto found = compute(call)) {
-    auto& [dq, dk, dv] = *found;
-    const Tensor dsink = sink ? call.dsink.to(sink->scalar_type()) : dsink_of_theirs();
-    return {std::move(dq), std::move(dk), std::move(dv), dsink};
+  if (!q.numel() || !k.numel()) {
+    const Tensor dbias = biases.bias_grad ? at::zeros_like(*biases.bias, std::nullopt, std::nullopt, std::nullopt,
+                                                           std::nullopt, at::MemoryFormat::Contiguous)
+                                          : Tensor();
+    return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), dsink_of_theirs(), or_nothing(dbias)};
   }
-  auto [dq, dk, dv] = theirs(dout, v, out);
+  if (auto found = compute(call)) {
+    auto& [dq, dk, dv, dbias] = *found;
+    const Tensor dsink = sink ? call.dsink.to(sink->scalar_type()) : dsink_of_theirs();
+    return {std::move(dq), std::move(dk), std::move(dv), dsink, or_nothing(dbias)};
+  }
+  auto [dq, dk, dv, dbias] = theirs(dout, v, out);
   if (dlse) {
     static const auto python = find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&)>("bwdtune::lse_factors");
     const auto [units, terms] = python.call(packed ? dlse->t() : *dlse, out);
-    const auto [more_dq, more_dk, unused] = theirs(units, at::zeros_like(v), terms);
+    const auto [more_dq, more_dk, unused, more_dbias] = theirs(units, at::zeros_like(v), terms);
     dq = dq.add(more_dq);
     dk = dk.add(more_dk);
+    if (biases.bias_grad) dbias = dbias.add(more_dbias);
   }
-  return {laid_out(std::move(dq), q), laid_out(std::move(dk), k), laid_out(std::move(dv), v), dsink_of_theirs()};
+  if (biases.bias_grad) dbias = dbias.contiguous();
+  return {
+      laid_out(std::move(dq), q), laid_out(std::move(dk), k), laid_out(std::move(dv), v), dsink_of_theirs(), or_nothing(dbias)};
 }
 
 inline AllGradients backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, bool is_causal, double scale, int64_t window_left, int64_t window_right,
     bool bottom_right, double softcap, MaybeBool asked, c10::string_view which, const MaybeTensor& dlse,
-    const MaybeTensor& sink) {
+    const MaybeTensor& sink, const MaybeTensor& bias, const MaybeTensor& alibi_slopes, bool bias_grad) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool repeatable = deterministic(asked);
   Call call{dout, q, k, v, out, lse};
@@ -309,17 +383,18 @@ inline AllGradients backward(
   call.softcap = softcap;
   call.deterministic = repeatable;
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
-  return gradients(call, dlse, sink, [&](const Tensor& dout, const Tensor& v, const Tensor& out) {
-    return pytorch_backward(dout, q, k, v, out, lse, seed, offset, mask, repeatable, which);
+  const Biases biases{bias, alibi_slopes, bias_grad};
+  return gradients(call, dlse, sink, biases, [&](const Tensor& dout, const Tensor& v, const Tensor& out) {
+    return pytorch_backward(dout, q, k, v, out, lse, seed, offset, mask, repeatable, which, biases);
   });
 }
 
-inline AllGradients backward_varlen(
+inline GradientsVarlen backward_varlen(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
     int64_t max_seqlen_q, int64_t max_seqlen_kv, bool is_causal, double scale, int64_t window_left, int64_t window_right,
     bool bottom_right, double softcap, MaybeBool asked, c10::string_view which, const MaybeTensor& dlse,
-    const MaybeTensor& sink) {
+    const MaybeTensor& sink, const MaybeTensor& alibi_slopes) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool repeatable = deterministic(asked);
   Call call{dout, q, k, v, out, lse};
@@ -337,9 +412,12 @@ inline AllGradients backward_varlen(
   call.max_seqlen_kv = max_seqlen_kv;
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv};
-  return gradients(call, dlse, sink, [&](const Tensor& dout, const Tensor& v, const Tensor& out) {
-    return pytorch_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, repeatable, which);
-  });
+  const Biases biases{std::nullopt, alibi_slopes};
+  auto [dq, dk, dv, dsink, unused] =
+      gradients(call, dlse, sink, biases, [&](const Tensor& dout, const Tensor& v, const Tensor& out) {
+        return pytorch_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, repeatable, which, alibi_slopes);
+      });
+  return {std::move(dq), std::move(dk), std::move(dv), std::move(dsink)};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -387,27 +465,29 @@ inline bool needs_gradient(std::initializer_list<const Tensor*> tensors) {
 using Backward = AllGradients(
     const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
     const MaybeTensor&, bool, double, int64_t, int64_t, bool, double, MaybeBool, c10::string_view, const MaybeTensor&,
-    const MaybeTensor&);
-using BackwardVarlen = AllGradients(
+    const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, bool);
+using BackwardVarlen = GradientsVarlen(
     const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&,
     const MaybeTensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, double, int64_t, int64_t, bool, double, MaybeBool,
-    c10::string_view, const MaybeTensor&, const MaybeTensor&);
+    c10::string_view, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&);
 
+// The last of the gradients is undefined where packed sequences have none.
 inline AllGradients call_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const MaybePacked& packed, const Mask& mask, MaybeBool deterministic,
-    c10::string_view which, const MaybeTensor& dlse, const MaybeTensor& sink) {
+    c10::string_view which, const MaybeTensor& dlse, const MaybeTensor& sink, const Biases& biases) {
   if (packed) {
     static const auto op = find<BackwardVarlen>("bwdtune::backward_varlen");
-    return op.call(
+    auto [dq, dk, dv, dsink] = op.call(
         dout, q, k, v, out, lse, seed, offset, packed->cu_seqlens_q, packed->cu_seqlens_kv, packed->max_seqlen_q,
         packed->max_seqlen_kv, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap, deterministic,
-        which, dlse, sink);
+        which, dlse, sink, biases.alibi_slopes);
+    return {std::move(dq), std::move(dk), std::move(dv), std::move(dsink), Tensor()};
   }
   static const auto op = find<Backward>("bwdtune::backward");
   return op.call(
       dout, q, k, v, out, lse, seed, offset, mask.causal, mask.scale, mask.left, mask.right, mask.bottom_right, mask.softcap,
-      deterministic, which, dlse, sink);
+      deterministic, which, dlse, sink, biases.bias, biases.alibi_slopes, biases.bias_grad);
 }
 
 // The gradients as something that can be asked for, and not be differentiated again. PyTorch's `create_graph` is on in
@@ -418,12 +498,16 @@ struct Once : torch::autograd::Function<Once> {
   static variable_list forward(
       AutogradContext*, const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
       const Tensor& lse, const MaybeTensor& seed, const MaybeTensor& offset, const MaybePacked& packed, const Mask& mask,
-      MaybeBool deterministic, c10::string_view which, const MaybeTensor& dlse, const MaybeTensor& sink) {
+      MaybeBool deterministic, c10::string_view which, const MaybeTensor& dlse, const MaybeTensor& sink,
+      const MaybeTensor& bias, const MaybeTensor& alibi_slopes, bool bias_grad) {
     OneLevel::put_back();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [dq, dk, dv, dsink] =
-        call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink);
-    return {dq, dk, dv, dsink};
+    const Biases biases{bias, alibi_slopes, bias_grad};
+    auto [dq, dk, dv, dsink, dbias] =
+        call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink, biases);
+    variable_list found = {dq, dk, dv, dsink};
+    if (dbias.defined()) found.push_back(dbias);
+    return found;
   }
 
   static variable_list backward(AutogradContext*, const variable_list&) { differentiated_twice(); }
@@ -432,40 +516,46 @@ struct Once : torch::autograd::Function<Once> {
 inline AllGradients backward_of(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const MaybePacked& packed, const Mask& mask, MaybeBool deterministic,
-    c10::string_view which, const MaybeTensor& dlse, const MaybeTensor& sink) {
-  const Tensor given_dlse = or_none(dlse), given_sink = or_none(sink);
-  if (!needs_gradient({&dout, &q, &k, &v, &out, &lse, &given_dlse, &given_sink})) {
+    c10::string_view which, const MaybeTensor& dlse, const MaybeTensor& sink, const Biases& biases) {
+  const Tensor given_dlse = or_none(dlse), given_sink = or_none(sink), given_bias = or_none(biases.bias);
+  if (!needs_gradient({&dout, &q, &k, &v, &out, &lse, &given_dlse, &given_sink, &given_bias})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink);
+    return call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink, biases);
   }
-  const auto found = apply<Once>(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink);
-  return {found[0], found[1], found[2], found[3]};
+  const auto found = apply<Once>(
+      dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink, biases.bias, biases.alibi_slopes,
+      biases.bias_grad);
+  return {found[0], found[1], found[2], found[3], found.size() > 4 ? found[4] : Tensor()};
 }
 
 inline AllGradients backward_autograd(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, bool is_causal, double scale, int64_t window_left, int64_t window_right,
     bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which, const MaybeTensor& dlse,
-    const MaybeTensor& sink) {
+    const MaybeTensor& sink, const MaybeTensor& bias, const MaybeTensor& alibi_slopes, bool bias_grad) {
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
-  return backward_of(dout, q, k, v, out, lse, seed, offset, std::nullopt, mask, deterministic, which, dlse, sink);
+  const Biases biases{bias, alibi_slopes, bias_grad};
+  return backward_of(dout, q, k, v, out, lse, seed, offset, std::nullopt, mask, deterministic, which, dlse, sink, biases);
 }
 
-inline AllGradients backward_varlen_autograd(
+inline GradientsVarlen backward_varlen_autograd(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, double scale, int64_t window_left, int64_t window_right,
     bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which, const MaybeTensor& dlse,
-    const MaybeTensor& sink) {
+    const MaybeTensor& sink, const MaybeTensor& alibi_slopes) {
   const Mask mask{is_causal, scale, window_left, window_right, bottom_right, softcap};
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
-  return backward_of(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink);
+  const Biases biases{std::nullopt, alibi_slopes};
+  auto [dq, dk, dv, dsink, unused] =
+      backward_of(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink, biases);
+  return {std::move(dq), std::move(dk), std::move(dv), std::move(dsink)};
 }
 
 inline Forward forward_of(
     const Tensor& q, const Tensor& k, const Tensor& v, const MaybePacked& packed, const Mask& mask, c10::string_view which,
-    const MaybeTensor& sink) {
-  Forward result = packed ? forward(q, k, v, *packed, mask, which) : forward(q, k, v, mask, which);
+    const MaybeTensor& sink, const Biases& biases) {
+  Forward result = packed ? forward(q, k, v, *packed, mask, which, biases.alibi_slopes) : forward(q, k, v, mask, which, biases);
   if (sink) add_sink(result, q, *sink, packed.has_value());
   return result;
 }
@@ -475,10 +565,11 @@ struct Attention : torch::autograd::Function<Attention> {
 
   static variable_list forward(
       AutogradContext* context, const Tensor& q, const Tensor& k, const Tensor& v, const MaybePacked& packed, const Mask& mask,
-      MaybeBool deterministic, c10::string_view which, const MaybeTensor& sink) {
+      MaybeBool deterministic, c10::string_view which, const MaybeTensor& sink, const MaybeTensor& bias,
+      const MaybeTensor& alibi_slopes, bool bias_grad) {
     OneLevel::put_back();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Forward result = forward_of(q, k, v, packed, mask, which, sink);
+    Forward result = forward_of(q, k, v, packed, mask, which, sink, {bias, alibi_slopes, bias_grad});
     variable_list saved = {q, k, v, result.out, result.lse};
     auto& data = context->saved_data;
     if (packed) {
@@ -487,6 +578,7 @@ struct Attention : torch::autograd::Function<Attention> {
       data["max_seqlen_kv"] = packed->max_seqlen_kv;
     }
     saved.insert(saved.end(), {or_none(result.seed), or_none(result.offset), or_none(sink)});
+    if (bias || alibi_slopes) saved.insert(saved.end(), {or_none(bias), or_none(alibi_slopes)});
     context->save_for_backward(std::move(saved));
     data["packed"] = packed.has_value();
     data["causal"] = mask.causal;
@@ -497,12 +589,13 @@ struct Attention : torch::autograd::Function<Attention> {
     data["softcap"] = mask.softcap;
     data["deterministic"] = deterministic;
     data["which"] = std::string(which);
+    if (bias_grad) data["bias_grad"] = true;
     context->set_materialize_grads(false);
     return {result.out, plain_lse(result.lse, q, packed.has_value())};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    variable_list found(8);
+    variable_list found(11);
     if (!gradients[0].defined() && !gradients[1].defined()) return found;
     auto& data = context->saved_data;
     const auto saved = context->get_saved_variables();
@@ -518,11 +611,14 @@ struct Attention : torch::autograd::Function<Attention> {
     const Mask mask{data["causal"].toBool(), data["scale"].toDouble(),      data["left"].toInt(),
                     data["right"].toInt(),   data["bottom_right"].toBool(), data["softcap"].toDouble()};
     const std::string which = data["which"].toStringRef();
-    Tensor dsink;
-    std::tie(found[0], found[1], found[2], dsink) = call_backward(
+    Biases biases;
+    if (saved.size() > used + 3) biases = {or_nothing(saved[used + 3]), or_nothing(saved[used + 4]), data.count("bias_grad") > 0};
+    Tensor dsink, dbias;
+    std::tie(found[0], found[1], found[2], dsink, dbias) = call_backward(
         dout, saved[0], saved[1], saved[2], saved[3], saved[4], or_nothing(saved[used]), or_nothing(saved[used + 1]), packed,
-        mask, data["deterministic"].toOptional<bool>(), which, or_nothing(gradients[1]), sink);
+        mask, data["deterministic"].toOptional<bool>(), which, or_nothing(gradients[1]), sink, biases);
     if (sink) found[7] = dsink;
+    if (biases.bias_grad) found[8] = dbias;
     return found;
   }
 };
@@ -539,37 +635,41 @@ inline Mask mask_of(
 
 inline Forwarded attention(
     const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
-    int64_t window_right, bool bottom_right, double softcap, MaybeBool, c10::string_view which, const MaybeTensor& sink) {
+    int64_t window_right, bool bottom_right, double softcap, MaybeBool, c10::string_view which, const MaybeTensor& sink,
+    const MaybeTensor& bias, const MaybeTensor& alibi_slopes) {
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
-  const Forward result = forward_of(q, k, v, std::nullopt, mask, which, sink);
+  const Forward result = forward_of(q, k, v, std::nullopt, mask, which, sink, {bias, alibi_slopes});
   return {result.out, plain_lse(result.lse, q, false)};
 }
 
 inline Forwarded attention_autograd(
     const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
     int64_t window_right, bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which,
-    const MaybeTensor& sink) {
-  const Tensor given_sink = or_none(sink);
-  if (!needs_gradient({&q, &k, &v, &given_sink})) {
+    const MaybeTensor& sink, const MaybeTensor& bias, const MaybeTensor& alibi_slopes) {
+  const Tensor given_sink = or_none(sink), given_bias = or_none(bias);
+  if (!needs_gradient({&q, &k, &v, &given_sink, &given_bias})) {
     static const auto op = find<Forwarded(
         const Tensor&, const Tensor&, const Tensor&, bool, MaybeDouble, bool, int64_t, int64_t, bool, double, MaybeBool,
-        c10::string_view, const MaybeTensor&)>("bwdtune::attention");
+        c10::string_view, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&)>("bwdtune::attention");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(
-        q, k, v, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap, deterministic, which, sink);
+        q, k, v, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap, deterministic, which, sink,
+        bias, alibi_slopes);
   }
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
-  const auto found = apply<Attention>(q, k, v, MaybePacked(), mask, deterministic, which, sink);
+  const bool bias_grad = needs_gradient({&given_bias});
+  const auto found = apply<Attention>(q, k, v, MaybePacked(), mask, deterministic, which, sink, bias, alibi_slopes, bias_grad);
   return {found[0], found[1]};
 }
 
 inline Forwarded attention_varlen(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
-    int64_t window_right, bool bottom_right, double softcap, MaybeBool, c10::string_view which, const MaybeTensor& sink) {
+    int64_t window_right, bool bottom_right, double softcap, MaybeBool, c10::string_view which, const MaybeTensor& sink,
+    const MaybeTensor& alibi_slopes) {
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
-  const Forward result = forward_of(q, k, v, packed, mask, which, sink);
+  const Forward result = forward_of(q, k, v, packed, mask, which, sink, {std::nullopt, alibi_slopes});
   return {result.out, result.lse};
 }
 
@@ -577,21 +677,22 @@ inline Forwarded attention_varlen_autograd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_kv,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, bool is_causal, MaybeDouble scale, bool enable_gqa, int64_t window_left,
     int64_t window_right, bool bottom_right, double softcap, MaybeBool deterministic, c10::string_view which,
-    const MaybeTensor& sink) {
+    const MaybeTensor& sink, const MaybeTensor& alibi_slopes) {
   const Tensor given_sink = or_none(sink);
   if (!needs_gradient({&q, &k, &v, &given_sink})) {
     static const auto op = find<Forwarded(
         const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, MaybeDouble, bool,
-        int64_t, int64_t, bool, double, MaybeBool, c10::string_view, const MaybeTensor&)>(
+        int64_t, int64_t, bool, double, MaybeBool, c10::string_view, const MaybeTensor&, const MaybeTensor&)>(
         "bwdtune::attention_varlen");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return op.call(
         q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, is_causal, scale, enable_gqa, window_left,
-        window_right, bottom_right, softcap, deterministic, which, sink);
+        window_right, bottom_right, softcap, deterministic, which, sink, alibi_slopes);
   }
   const Mask mask = mask_of(q, k, 1, is_causal, scale, enable_gqa, window_left, window_right, bottom_right, softcap);
   const Packed packed{cu_seqlens_q, cu_seqlens_kv, std::move(max_seqlen_q), std::move(max_seqlen_kv)};
-  const auto found = apply<Attention>(q, k, v, MaybePacked(packed), mask, deterministic, which, sink);
+  const auto found = apply<Attention>(
+      q, k, v, MaybePacked(packed), mask, deterministic, which, sink, MaybeTensor(), alibi_slopes, false);
   return {found[0], found[1]};
 }
 

@@ -7,9 +7,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/lt.h>
+#include <ATen/ops/masked_fill.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <tuple>
 
@@ -62,6 +65,21 @@ struct Call {
   // The gradient of the log-sum-exp, which is as that is, and sinks, (Hq) in fp32, whose gradient is written to `dsink`.
   // Undefined without.
   Tensor dlse = {}, sink = {}, dsink = {};
+  // What is added to the scores, (B or 1, Hq or 1, Sq or 1, Skv), whether its gradient is wanted, and ALiBi slopes, (Hq) or
+  // (B, Hq) in fp32. Undefined without.
+  Tensor bias = {}, alibi_slopes = {};
+  bool bias_grad = false;
+};
+
+// All gradients of one call but those of sinks; that of a bias is undefined where it is not wanted.
+struct Found {
+  Tensor dq, dk, dv, dbias;
+
+  Found(Gradients gradients, Tensor of_bias = {})
+      : dq(std::move(std::get<0>(gradients))),
+        dk(std::move(std::get<1>(gradients))),
+        dv(std::move(std::get<2>(gradients))),
+        dbias(std::move(of_bias)) {}
 };
 
 inline bool deterministic(std::optional<bool> asked) { return asked.value_or(at::globalContext().deterministicAlgorithms()); }
@@ -117,6 +135,19 @@ struct Output {
     return std::move(gradient);
   }
 };
+
+// How kernels take a bias: `Problem::bias`; 0 where they do not.
+inline int64_t bias_pattern(const Tensor& bias, const Tensor& q, const Tensor& k) {
+  if (bias.dim() != 4 || bias.size(3) != k.size(2) || bias.device() != q.device()) return 0;
+  int64_t pattern = 8;
+  for (int dim = 0; dim < 3; dim++) {
+    if (bias.size(dim) == q.size(dim))
+      pattern |= 4 >> dim;
+    else if (bias.size(dim) != 1)
+      return 0;
+  }
+  return pattern;
+}
 
 // The problem in its simplest terms, as `runtime.attention` has it: problems that are the same have the same winner.
 inline std::optional<Reason> problem_of(const Call& call, Problem& problem) {
@@ -175,7 +206,17 @@ inline std::optional<Reason> problem_of(const Call& call, Problem& problem) {
       call.deterministic,
       call.dlse.defined(),
       call.sink.defined(),
+      call.alibi_slopes.defined(),
+      call.bias_grad,
+      0,
+      0,
   };
+  if (call.bias.defined()) {
+    const auto bias_dtype = call.bias.scalar_type();
+    problem.bias = varlen || call.format != Format::kBHSD ? 0 : bias_pattern(call.bias, q, k);
+    problem.bias_dtype = bias_dtype == at::kFloat ? 2 : bias_dtype == at::kHalf;
+    if (!problem.bias || (problem.bias_dtype == 0 && bias_dtype != at::kBFloat16)) return kBias;
+  }
   return problem.batch < 1 ? std::optional<Reason>(kEmpty) : std::nullopt;
 }
 
@@ -205,7 +246,19 @@ struct LaunchFailed {
   std::string text;
 };
 
-inline Gradients launch(Kernel& kernel, const Problem& problem, const Call& call, const Tensor& lse) {
+// The strides of a bias or its gradient; 0 where there is one element.
+inline void describe_bias(const Tensor& bias, bwdtune_tensor& described) {
+  const auto stride = [&](int dim) { return bias.size(dim) == 1 ? 0 : bias.stride(dim); };
+  described = {bias.data_ptr(), stride(0), stride(1), stride(2)};
+}
+
+// A log-sum-exp without rows whose scores are all so low that they count as none: `runtime.row_features.without_unseen`.
+inline Tensor without_unseen(const Tensor& lse) {
+  constexpr double kLargestScore = 1e30;
+  return lse.masked_fill(lse.lt(-kLargestScore), -std::numeric_limits<double>::infinity());
+}
+
+inline Found launch(Kernel& kernel, const Problem& problem, const Call& call, const Tensor& given_lse) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Axes at = axes(call.format);
   bwdtune_arguments arguments{};
@@ -219,7 +272,21 @@ inline Gradients launch(Kernel& kernel, const Problem& problem, const Call& call
   Output dq(call.q, call.layout, at, arguments.dq, false);
   Output dk(call.k, call.layout, at, arguments.dk, !kernel.writes_all_rows);
   Output dv(call.v, call.layout, at, arguments.dv, !kernel.writes_all_rows);
+  const Tensor lse = problem.bias ? without_unseen(given_lse) : given_lse;
   arguments.lse = lse.data_ptr<float>();
+  Tensor bias, dbias;
+  if (problem.bias) {
+    bias = call.bias.stride(3) == 1 || call.bias.size(3) == 1 ? call.bias : call.bias.contiguous();
+    describe_bias(bias, arguments.bias);
+  }
+  if (problem.bias_grad) {
+    dbias = at::empty(bias.sizes(), bias.options());
+    describe_bias(dbias, arguments.dbias);
+  }
+  if (problem.alibi) {
+    arguments.alibi_slopes = call.alibi_slopes.data_ptr<float>();
+    arguments.alibi_batch_stride = call.alibi_slopes.dim() == 2 ? problem.heads_q : 0;
+  }
   Tensor dlse;
   if (problem.lse_grad) {
     dlse = call.dlse.to(at::kFloat).contiguous();
@@ -272,6 +339,9 @@ inline Gradients launch(Kernel& kernel, const Problem& problem, const Call& call
       watch("sink", call.sink, arguments.sink, 0);
       watch("dsink", call.dsink, arguments.dsink, 1);
     }
+    if (problem.bias) watch("bias", bias, arguments.bias.data, 0);
+    if (problem.bias_grad) watch("dbias", dbias, arguments.dbias.data, 1);
+    if (problem.alibi) watch("alibi_slopes", call.alibi_slopes, arguments.alibi_slopes, 0);
     if (problem.varlen) {
       watch("cu_seqlens_q", cu_seqlens_q, arguments.cu_seqlens_q, 0);
       watch("cu_seqlens_kv", cu_seqlens_kv, arguments.cu_seqlens_kv, 0);
@@ -285,11 +355,11 @@ inline Gradients launch(Kernel& kernel, const Problem& problem, const Call& call
   if (kernel.host_clear) kernel.host_clear();
   if (code) throw LaunchFailed{kernel.error_text(code)};
   kernel.launches.fetch_add(1, std::memory_order_relaxed);
-  return {dq.finished(), dk.finished(), dv.finished()};
+  return {{dq.finished(), dk.finished(), dv.finished()}, std::move(dbias)};
 }
 
 // The gradients by the kernel that is chosen for this problem; nothing where PyTorch has to compute them. Never throws.
-inline std::optional<Gradients> compute(const Call& call) noexcept {
+inline std::optional<Found> compute(const Call& call) noexcept {
   State& shared = state();
   try {
     Problem problem;

@@ -39,6 +39,8 @@ struct Problem {
   int64_t sink;
   int64_t alibi;
   int64_t bias_grad;
+  int64_t bias;  // 0 for none, else 8 and what it is not broadcast over: 4 batches, 2 heads, 1 queries
+  int64_t bias_dtype;  // 0 for bf16 or none, 1 for fp16, 2 for fp32
 
   bool operator==(const Problem& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 
@@ -65,6 +67,7 @@ enum Reason : int32_t {
   kScale,
   kEmpty,
   kLogSumExp,
+  kBias,
   kOutOfMemory,
   kUndecided,
   kTooManyReasons,
@@ -74,7 +77,7 @@ enum Reason : int32_t {
 constexpr std::array<const char*, kFirstOfPython> kReasons = {
     "no gradient flows into the output",
     "dropout is asked for",
-    "a mask or bias tensor is given",
+    "a mask tensor is given",
     "the sequences are those of a nested tensor",
     "the tensors are not four-dimensional (three with packed sequences)",
     "the shapes of q, k, v, the output and its gradient do not belong to one attention with one head_dim",
@@ -84,6 +87,7 @@ constexpr std::array<const char*, kFirstOfPython> kReasons = {
     "the scale is not positive",
     "the input is empty",
     "the log-sum-exp has a shape or dtype that kernels do not take",
+    "the bias does not go with the scores, has another dtype than kernels take or goes with packed sequences",
     "memory for the gradients or the workspace is short",
     "nothing decides which kernel to use",
     "other reasons",

@@ -21,6 +21,7 @@ transformers = pytest.importorskip(
     "transformers", "4.53", reason="transformers is not installed: pip install transformers"
 )
 integration = pytest.importorskip("bwdtune.runtime.integrations.transformers")
+sdpa_attention = pytest.importorskip("transformers.integrations.sdpa_attention")
 
 VOCABULARY, LENGTH = 97, 24
 SMALL: dict[str, Any] = {
@@ -215,7 +216,56 @@ def test_a_users_mask_is_pytorchs(problems: list[Problem], caplog: pytest.LogCap
     ]
     assert torch.allclose(*losses)
     assert not problems
-    assert "the mask is a tensor" in caplog.text
+    assert "the mask is a boolean tensor" in caplog.text
+
+
+def test_a_users_mask_that_is_added_is_a_bias(problems: list[Problem]) -> None:
+    """Of a document that begins in the middle; what the first one's padding sees is nobody's."""
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    seen[10:, :10] = False
+    mask = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(~seen, torch.finfo(torch.bfloat16).min)
+    given = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
+    losses = [
+        network(**given, attention_mask=mask.to(network.dtype)).loss
+        for network in (model("llama", "bwdtune", torch.bfloat16), model("llama", "sdpa"))
+    ]
+    assert torch.allclose(losses[0].float(), losses[1], rtol=0.02)
+    losses[0].backward()
+    assert [(problem.bias, problem.bias_grad, problem.causal) for problem in problems] == [("1_1_S", False, False)] * 2
+
+
+T5_GIVEN = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 1, "num_heads": 2}
+
+
+def t5(implementation: str, dtype: torch.dtype) -> Any:
+    config = transformers.T5Config(**T5_GIVEN, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    config._attn_implementation = implementation
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(config).to(dtype).train()
+
+
+@pytest.mark.skipif(
+    not hasattr(sdpa_attention, "create_position_bias_mask"),
+    reason="T5 of this transformers has an attention of its own",
+)
+@pytest.mark.parametrize("side", ["", "right"])
+def test_relative_positions_are_a_bias(problems: list[Problem], side: str) -> None:
+    """T5's: the gradient of its table of positions flows through dBias."""
+    given = {name: value for name, value in padded(side).items() if name != "position_ids"} if side else {}
+    given = given or {"input_ids": TOKENS}
+
+    def run(network: Any) -> dict[str, torch.Tensor]:
+        network(**given, labels=TOKENS[:, :20].contiguous()).loss.backward()
+        return {name: parameter.grad for name, parameter in network.named_parameters()}
+
+    found, expected = run(t5("bwdtune", torch.bfloat16)), run(t5("sdpa", torch.float32))
+    tables = [name for name in found if "relative_attention_bias" in name]
+    assert len(tables) == 2
+    for name, gradient in found.items():
+        assert (gradient.float() - expected[name]).norm() <= 0.1 * expected[name].norm() + 1e-6, name
+    pattern = "B_H_S" if side else "1_H_S"
+    # Of the decoder's attention to the encoder, of the decoder and of the encoder; the first has no table of its own.
+    assert {(problem.bias, problem.causal) for problem in problems} == {(pattern, False), ("1_H_S", True)}
 
 
 def test_dropout_is_pytorchs(problems: list[Problem], caplog: pytest.LogCaptureFixture) -> None:

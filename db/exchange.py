@@ -103,6 +103,7 @@ _MOST = 2**31 - 1  # of a database's integers
 _Name = Annotated[str, Field(max_length=255, pattern=r"^[\w .,:;()+\-/=#@%*|\[\]]*$")]
 """Of a card, a host, a version, a policy: no quotes, no markup, no control characters."""
 _Short = Annotated[str, Field(max_length=64, pattern=r"^[\w .,:()+\-]+$")]
+_OrNone = Literal[""] | _Short
 _Prose = Annotated[str, Field(max_length=_LONGEST_PROSE), AfterValidator(_without_markup)]
 _Count = Annotated[int, Field(ge=0, le=_MOST)]
 _Positive = Annotated[float, Field(gt=0, lt=1e30)]
@@ -196,7 +197,9 @@ def _problem_model() -> type[BaseModel]:
     types = get_type_hints(Problem)
     bounded = {int: _Number, str: _Short}
     columns: dict[str, Any] = {
-        one.name: (bounded.get(types[one.name], types[one.name]), ... if one.default is MISSING else one.default)
+        one.name: (bounded.get(types[one.name], types[one.name]), ...)
+        if one.default is MISSING
+        else (_OrNone if types[one.name] is str else bounded.get(types[one.name], types[one.name]), one.default)
         for one in fields(Problem)
         if one.name in Problem.stored_names()
     }

@@ -60,6 +60,12 @@ BIASES: list[dict[str, Any]] = [
 ]
 
 
+def other_problem(problem: Problem, field: str) -> Problem:
+    """That differs in a field, and in what it needs for that."""
+    needed = {"bias": "1_H_S"} if field in ("bias_dtype", "bias_grad") else {}
+    return replace(problem, **{**needed, field: OTHER_PROBLEMS[field]})
+
+
 def source_hash() -> str:
     """Of the variant that `Examples` stores unless told otherwise."""
     return render(PROBLEM, PRESETS["v2"]).hash
@@ -88,7 +94,7 @@ def test_a_winner_comes_back_as_it_was_stored(any_examples: Any) -> None:
 @pytest.mark.parametrize("field", OTHER_PROBLEMS)
 def test_a_winner_is_of_its_problem_only(any_examples: Any, field: str) -> None:
     any_examples.propose(any_examples.contender())
-    other = replace(any_examples.problem, **{field: OTHER_PROBLEMS[field]})
+    other = other_problem(any_examples.problem, field)
     assert any_examples.store.winner(other, any_examples.gpu) is None
 
 
@@ -406,7 +412,7 @@ class TestMeasurementFor:
     @pytest.mark.parametrize("field", OTHER_PROBLEMS)
     def test_another_problem_is_another_measurement(self, any_examples: Any, field: str) -> None:
         any_examples.contender()
-        assert self.find(any_examples, problem=replace(any_examples.problem, **{field: OTHER_PROBLEMS[field]})) is None
+        assert self.find(any_examples, problem=other_problem(any_examples.problem, field)) is None
 
     @pytest.mark.parametrize("invalid", [_emulated, _failed_verification, _failed_since, _failed_compilation])
     def test_what_may_not_win_is_not_found(self, any_examples: Any, invalid: Any) -> None:
@@ -568,7 +574,7 @@ def test_a_study_is_of_one_problem_card_limit_and_space(examples: Any) -> None:
         name(problem, H200, None, "other space"),
         name(problem, H200, "sm_120", "space"),
         name(problem, RTX_5090, None, "space"),
-        *(name(replace(problem, **{field: value}), H200, None, "space") for field, value in OTHER_PROBLEMS.items()),
+        *(name(other_problem(problem, field), H200, None, "space") for field in OTHER_PROBLEMS),
     }
     assert len(names) == 4 + len(OTHER_PROBLEMS)
     assert name(problem, H200, None, "space") in names

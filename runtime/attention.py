@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..gen.errors import UsageError
 from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem, visible_range
-from . import autograd, dispatch, forwards, math_attention, torch_attention
+from . import autograd, dispatch, forwards, math_attention
 from .call import DTYPE_NAMES, Call
 from .dispatch import counters, notices
 from .dispatch.records import Cause
@@ -102,7 +102,8 @@ def attention(
     no gradient is needed, and under `torch.compile` without the C++ operator (`runtime.operator`).
 
     PyTorch has no fused forward with a softcap (but for FlashAttention-3, where it is installed), with ALiBi slopes, or
-    with a bias of another dtype than q: those are made of elementary operations, tens of times slower. Under the transforms of `torch.func`, so is all that PyTorch's function lacks.
+    with a bias of another dtype than q: those are made of elementary operations, tens of times slower. Under the
+    transforms of `torch.func`, so is all that PyTorch's function lacks.
 
     Under autocast the inputs are cast as for PyTorch's function, which leaves fp64 alone. The gradient cannot be
     differentiated again. A query that sees no key has an output and a gradient of zero.

@@ -58,9 +58,7 @@ def _forward(
     bias: torch.Tensor | None,
     name: str,
 ) -> torch_attention.Forward:
-    return torch_attention.forward(
-        q, k, v, call.causal, call.scale, call.features, name, sink, bias, call.bias_grad
-    )
+    return torch_attention.forward(q, k, v, call.causal, call.scale, call.features, name, sink, bias, call.bias_grad)
 
 
 class _Attention(torch.autograd.Function):

@@ -205,7 +205,6 @@ class _Block:
             s = s - self.by_group(self._slopes)[..., None, None] * (rows + self._diagonal - keys).abs()
         return s.masked_fill((keys < rows + low) | (keys > rows + high), -math.inf), derivative
 
-
     def add_to_bias(self, dbias: torch.Tensor, ds: torch.Tensor) -> None:
         """Adds these rows' part to the gradient of a bias: ds, summed over what the bias is broadcast over."""
         rows, by_head = self._rows_of_bias(dbias), ds.flatten(1, 2)
@@ -224,11 +223,12 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, causal: bool, features: Features) 
         if not seqlen_kv:
             continue
         limits = visible_range(seqlen_q, seqlen_kv, *features.limits(causal), features.bottom_right)
+        own = slopes
+        if own is not None and len(own) > 1 and features.sequences:  # each of which is a batch of one here
+            own = own[number : number + 1]
         size = max(1, _BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * seqlen_kv))
         for first in range(0, seqlen_q, size):
             block = slice(rows.start + first, rows.start + min(first + size, seqlen_q))
-            # Packed sequences may have slopes of their own, of which each is a batch of one here.
-            own = slopes[number : number + 1] if slopes is not None and len(slopes) > 1 and features.sequences else slopes
             yield _Block(block, first, keys, limits, k.shape[1], seqlen_kv - seqlen_q, own)
 
 

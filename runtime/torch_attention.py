@@ -154,7 +154,9 @@ def _in_parts(
     if rows == q.shape[dim] or features.sequences:
         return _math(q, k, v, causal, scale, features)
 
-    def split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Gradients]:
+    def split(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         return list(zip(q.split(rows, dim), k.split(size, dim), v.split(size, dim), strict=True))
 
     results = [_fused(name, *part, causal, scale, features) for part in split(q, k, v)]
@@ -370,9 +372,9 @@ def elementary_backward(
     `Forward.lse` has it, and perhaps a bias."""
 
     def gradients(dout: torch.Tensor, *saved: torch.Tensor) -> Gradients:
-        return math_attention.gradients(
-            dout, *saved[:5], causal, scale, features, *saved[5:], bias_grad=bias_grad
-        )
+        q, k, v, output, lse, *biases = saved
+        bias = biases[0] if biases else None
+        return math_attention.gradients(dout, q, k, v, output, lse, causal, scale, features, bias, bias_grad)
 
     return gradients
 

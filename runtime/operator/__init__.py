@@ -40,16 +40,16 @@ bottom_right=False, softcap=0.0, deterministic=None, forward="flash", sink=None,
 
 ``bwdtune::attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, …) -> (out, lse)``
 
-    The same for packed sequences, (T, H, D), with the same options but a bias; ``lse`` is (Hq, Tq). ``forward`` is ``"flash"``
-    (`aten::_flash_attention_forward`, aligned bottom-right; top-left only where all lengths are the same, which one
-    tensor for both ``cu_seqlens`` tells), or goes to ``bwdtune::forward_varlen`` and
+    The same for packed sequences, (T, H, D), with the same options but a bias; ``lse`` is (Hq, Tq). ``forward`` is
+    ``"flash"`` (`aten::_flash_attention_forward`, aligned bottom-right; top-left only where all lengths are the same,
+    which one tensor for both ``cu_seqlens`` tells), or goes to ``bwdtune::forward_varlen`` and
     ``bwdtune::forward_varlen_backward``, with the four lengths behind the tensors.
 
 ``bwdtune::backward`` and ``bwdtune::backward_varlen`` take what these have saved: the kernel that `dispatch.choose`
 names for the problem, else PyTorch's backward of that forward. Gradients have the strides of `torch.empty_like` of
-their inputs. Their last arguments are the gradient of ``lse``, the sinks, the bias (but of packed sequences), the slopes,
-and whether the bias' gradient is wanted (likewise); their last results are the gradients of sinks and, contiguous, of the
-bias, of no elements where there is none or it is not wanted.
+their inputs. Their last arguments are the gradient of ``lse``, the sinks, the bias, the slopes, and whether the bias'
+gradient is wanted; their last results are the gradients of sinks and, contiguous, of the bias, of no elements where
+there are none or it is not wanted. Packed sequences have no bias.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class PythonOverrides:
         for reason, holds in (
             ("no gradient flows into the output", dout is None),
             ("dropout is asked for", given["dropout_p"] != 0),
-            ("a mask tensor is given", bias is not None and (operator.heads_inside or bias.dtype not in _BIAS_DTYPE_NAMES)),
+            ("a mask tensor is given", bias is not None and bias.dtype not in _BIAS_DTYPE_NAMES),
             ("the sequences are those of a nested tensor", starts[0] is not None and not operator.packs),
             ("the dtypes are not all bfloat16 or all float16", tensors[1].dtype not in _DTYPE_NAMES),
             ("head_dim is not a multiple of 8", tensors[1].shape[-1] % 8 != 0),
@@ -139,14 +139,12 @@ class PythonOverrides:
         lse = _lse(given["logsumexp"], q, sequences)
         if bias is not None:
             lse = row_features.without_unseen(lse)
-        *found, dbias = (
-            *backward(choice.kernel, q, k, v, out, dout, lse, scale, features, bias=bias),
-            *(() if bias_grad else (None,)),
-        )
+        found = backward(choice.kernel, q, k, v, out, dout, lse, scale, features, bias=bias)
         self._launches[choice.kernel.path.stem] += 1
-        restored = (as_kernels(gradient, back=True) for gradient in found)
-        laid_out = (_laid_out(gradient, tensor, operator) for gradient, tensor in zip(restored, tensors[1:4], strict=True))
-        return (*laid_out, dbias if dbias is None else _with_aligned_rows(dbias))
+        restored = (as_kernels(gradient, back=True) for gradient in found[:3])
+        pairs = zip(restored, tensors[1:4], strict=True)
+        laid_out = (_laid_out(gradient, tensor, operator) for gradient, tensor in pairs)
+        return (*laid_out, _with_aligned_rows(found[3]) if bias_grad else None)
 
 
 @functools.cache

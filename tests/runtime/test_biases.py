@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from exact_attention import Tensors, assert_near, assert_right, exact
 from operator_kernels import Kernels, leaves
 from stub_kernels import stub_library
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +24,7 @@ from bwdtune.gen.problem import Problem
 from bwdtune.runtime import attention as attention_module
 from bwdtune.runtime import dispatch, forwards, sdpa
 from bwdtune.runtime.dispatch import Choice
+from bwdtune.runtime.features import PLAIN, Features
 from bwdtune.runtime.forwards import operators
 from bwdtune.runtime.kernel import Kernel
 from bwdtune.runtime.operator.aten import CUDA_BACKWARDS
@@ -420,22 +422,20 @@ def test_the_memory_efficient_forward(
     assert_right(attention, reference, (q, k, v, bias_for(q, k, pattern)), True)
 
 
-def choice(features: Any = forwards.Features(), dtype: torch.dtype | None = torch.bfloat16, **sizes: int) -> str:
+def choice(features: Features = PLAIN, dtype: torch.dtype | None = torch.bfloat16, batch: int = 2) -> str:
     """Of the forward on a GPU."""
-    with torch._subclasses.FakeTensorMode():
-        q = torch.empty(sizes.get("batch", 2), 4, 128, 64, dtype=torch.bfloat16, device="cuda")
-        return forwards.choose(
-            q, q, q, True, 0.125, features, enable_gqa=False, kernel=True, bias_dtype=dtype
-        )
+    with FakeTensorMode():
+        q = torch.empty(batch, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
+        return forwards.choose(q, q, q, True, 0.125, features, enable_gqa=False, kernel=True, bias_dtype=dtype)
 
 
 def test_the_forward_of_a_bias_is_the_memory_efficient_one() -> None:
     assert choice() == forwards.EFFICIENT
-    assert choice(forwards.Features((5, 0), True)) == forwards.EFFICIENT
-    assert choice(forwards.Features(softcap=3.0)) == forwards.MATH
+    assert choice(Features((5, 0), True)) == forwards.EFFICIENT
+    assert choice(Features(softcap=3.0)) == forwards.MATH
     assert choice(dtype=torch.float32) == forwards.MATH
     assert choice(batch=70_000) == forwards.MATH
-    assert choice(forwards.Features(alibi_slopes=slopes(4)), None) == forwards.MATH
+    assert choice(Features(alibi_slopes=slopes(4)), None) == forwards.MATH
 
 
 # ---- under PyTorch's function ----
@@ -471,7 +471,8 @@ def test_enable_takes_a_bias(enabled: Kernels, keys: int, causal: bool, wanted: 
     for ours, theirs in zip(found, right, strict=True):
         assert_near(ours, theirs)
     # A gradient is that of the expanded bias, which PyTorch sums; without one the kernel reads what there is.
-    assert [(problem.bias, problem.bias_grad) for problem in enabled.asked] == [("B_H_S" if wanted else "1_H_S", wanted)]
+    pattern = "B_H_S" if wanted else "1_H_S"
+    assert [(problem.bias, problem.bias_grad) for problem in enabled.asked] == [(pattern, wanted)]
     assert enabled.launches == 1
 
 
@@ -493,9 +494,7 @@ def test_enable_keeps_the_strides_that_compiled_code_expects(enabled: Kernels) -
 def test_explain_knows_the_problem(ours: Kernels) -> None:
     q, k, v = leaves(1, 2, 2, 9, 9)
     problem = attention_module.problem_of(q, k, v, bias=bias_for(q, k)[0, :1].float(), alibi_slopes=slopes(2))
-    assert problem == Problem(
-        "bf16", 1, 2, 2, 9, 9, 64, alibi=True, bias="B_1_S", bias_dtype="fp32", bias_grad=True
-    )
+    assert problem == Problem("bf16", 1, 2, 2, 9, 9, 64, alibi=True, bias="B_1_S", bias_dtype="fp32", bias_grad=True)
 
 
 def test_the_operator_asks_for_the_same_problem(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,21 @@ class StoredSearch:
 
 
 @dataclass(frozen=True)
+class MeasuredConfig:
+    """How long a configuration took, without what else is stored of it.
+
+    Attributes:
+        problem: The problem.
+        config: What was measured.
+        record: The times, and where and how they were taken.
+    """
+
+    problem: Problem
+    config: Config
+    record: MeasurementRecord
+
+
+@dataclass(frozen=True)
 class StoredMeasurement:
     """A measurement as it is stored, with what was measured and the newest verdict on it.
 

@@ -28,6 +28,7 @@ from .records import (
     EmulatedBest,
     Environment,
     GpuKey,
+    MeasuredConfig,
     MeasurementRecord,
     SearchRecord,
     StoredMeasurement,
@@ -105,6 +106,19 @@ def select_measurements(*conditions: Condition) -> sa.Executable:
         .outerjoin(VerificationRow, VerificationRow.id == newest)
         .where(*conditions)
         .order_by(ProblemRow.id, MeasurementRow.median_ms, MeasurementRow.id)
+    )
+
+
+def select_outcomes(*conditions: Condition, newest: int) -> sa.Executable:
+    """For `measured_config`; newest first."""
+    return (
+        sa.select(MeasurementRow, ProblemRow, VariantRow.arch, ConfigurationRow)
+        .join(ProblemRow, ProblemRow.id == MeasurementRow.problem_id)
+        .join(VariantRow, VariantRow.id == MeasurementRow.variant_id)
+        .join(ConfigurationRow, ConfigurationRow.id == VariantRow.configuration_id)
+        .where(*conditions)
+        .order_by(MeasurementRow.id.desc())
+        .limit(newest)
     )
 
 
@@ -341,6 +355,12 @@ def stored_measurement(
         search_id=row.search_id,
         trusted=row.trusted,
     )
+
+
+def measured_config(
+    row: MeasurementRow, problem: ProblemRow, arch: str, configuration: ConfigurationRow
+) -> MeasuredConfig:
+    return MeasuredConfig(problem_of(problem), config_of(configuration), _measurement(row, arch))
 
 
 def search_columns(search: SearchRecord) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,6 +52,7 @@ from .records import (
     Environment,
     GpuKey,
     Holder,
+    MeasuredConfig,
     MeasurementRecord,
     ProblemHistory,
     SearchRecord,
@@ -273,9 +274,18 @@ class Store:
         ]
         return next(iter(self._read(rows.select_variants(*conditions), rows.variant_record)), None)
 
-    def variants(self, problem: Problem, arch: str) -> list[VariantRecord]:
-        """What was compiled for a target of kernels that compute a problem, failures included; oldest first."""
+    def variants(self, problem: Problem, arch: str, *, newest: int | None = None) -> list[VariantRecord]:
+        """What was compiled for a target of kernels that compute a problem, failures included; oldest first.
+
+        Args:
+            problem: Gives the kind.
+            arch: The target.
+            newest: At most so many, the last ones.
+        """
         conditions = rows.equal(VariantRow, **rows.kind_of(problem), arch=arch)
+        if newest is not None:
+            last = sa.select(VariantRow.id).where(*conditions).order_by(VariantRow.id.desc()).limit(newest)
+            conditions = [VariantRow.id.in_(last.subquery().select())]
         return self._read(rows.select_variants(*conditions), rows.variant_record)
 
     def verdicts(self, problem: Problem, arch: str) -> list[tuple[VariantRecord, VerificationRecord]]:
@@ -535,6 +545,18 @@ class Store:
         """All of them, or those of one problem; fastest first."""
         conditions = rows.equal(ProblemRow, **rows.identity_of(problem)) if problem else []
         return self._read(rows.select_measurements(*conditions), rows.stored_measurement)
+
+    def outcomes(self, problems: Sequence[Problem], *, newest: int) -> list[MeasuredConfig]:
+        """What was measured of some problems, on any card and under any conditions; the newest first.
+
+        Args:
+            problems: The problems.
+            newest: At most so many.
+        """
+        identities = [sa.and_(*rows.equal(ProblemRow, **rows.identity_of(problem))) for problem in problems]
+        if not identities:
+            return []
+        return self._read(rows.select_outcomes(sa.or_(*identities), newest=newest), rows.measured_config)
 
     def problems(self) -> list[Problem]:
         """All that anything was found or looked for about, in the order in which that began."""

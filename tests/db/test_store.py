@@ -638,3 +638,25 @@ class TestEmulatedBests:
         record = MeasurementRecord(where, "p", 5.0, 5.0, 5.0, 9, limits="sm_120", kind=EMULATED, cycles=2e7)
         with pytest.raises(InvalidRecord):
             replace(record, **changes)
+
+
+def test_outcomes_are_of_the_problems_asked_for_and_the_newest(any_examples: Any) -> None:
+    other = replace(PROBLEM, seqlen_q=2048)
+    for config, median_ms, problem in (
+        (PRESETS["v1"], 5.0, PROBLEM),
+        (PRESETS["v2"], 4.0, PROBLEM),
+        (PRESETS["v3"], 3.0, other),
+    ):
+        any_examples.measurement(any_examples.variant(config, problem), median_ms, problem)
+    outcomes = any_examples.store.outcomes
+    found = [(one.problem, one.config, one.record.median_ms) for one in outcomes([PROBLEM, other], newest=2)]
+    assert found == [(other, PRESETS["v3"], 3.0), (PROBLEM, PRESETS["v2"], 4.0)]
+    assert [one.config for one in outcomes([PROBLEM], newest=9)] == [PRESETS["v2"], PRESETS["v1"]]
+    assert outcomes([], newest=9) == []
+
+
+def test_of_variants_the_newest_can_be_had_alone(any_examples: Any) -> None:
+    for name in ("v1", "v2", "v3"):
+        any_examples.variant(PRESETS[name])
+    found = any_examples.store.variants(PROBLEM, "sm_90a", newest=2)
+    assert [one.config for one in found] == [PRESETS["v2"], PRESETS["v3"]]

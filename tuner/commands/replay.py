@@ -37,6 +37,10 @@ def command(
     without_head_start: Annotated[
         bool, typer.Option("--without-head-start", help="Withhold presets and shipped configurations.")
     ] = False,
+    history: Annotated[
+        list[Path] | None,
+        typer.Option("--history", help="A sweep whose outcomes the learned sampler begins with; may be repeated."),
+    ] = None,
     min_gain: MinGainOption = SearchOptions.min_gain,
     as_json: JsonOption = False,
 ) -> None:
@@ -44,7 +48,8 @@ def command(
 
     A sweep has the times of many configurations of one problem, and what the compiler refused. Each seed is one search
     over them, with timings that scatter by half a percent; its gap is how much longer the best of its finalists takes
-    than the best of the sweep. Options of the problem, such as --causal, belong to --shape.
+    than the best of the sweep. A sweep is no history of its own replay. Options of the problem, such as --causal,
+    belong to --shape.
     """
     from ..search.head_starts import head_starts
     from ..search.replay import model_quality, replay
@@ -61,8 +66,11 @@ def command(
         problem = problem_of(shape)
         named[problem.label] = _stored(problem, database)
     options: dict[str, Any] = {"withheld" if without_head_start else "first": head_starts()}
+    before = {path.resolve(): Sweep.read(path) for path in history or ()}
+    files = {path.stem: path.resolve() for path in sweeps or ()}
     rows = []
     for name, sweep in named.items():
+        options["history"] = [other for path, other in before.items() if path != files.get(name)]
         found = [
             replay(sweep, each, candidates=candidates, seeds=range(seeds), min_gain=min_gain, **options)
             for each in dict.fromkeys((sampler, "random"))
@@ -74,6 +82,7 @@ def command(
             "configurations": len(sweep.rows),
             "timed": len(sweep.timed),
             "without_head_start": without_head_start,
+            "history": [path.stem for path in before if path != files.get(name)],
             **found[0].to_dict(),
             "random": found[-1].to_dict(),
             "model": quality.to_dict(),

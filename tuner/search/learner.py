@@ -20,7 +20,8 @@ from ...gen.device import Device
 from ...gen.families import FAMILIES, Config
 from ...gen.problem import Problem
 from .cost_model import predict
-from .encoding import Indices, Space, one_hot, sizes
+from .encoding import Indices, Space, one_hot, places, sizes
+from .history import NO_RESIDUALS, History, KnownResiduals
 from .refusals import Refusals, features
 from .residual import Residual
 
@@ -31,7 +32,11 @@ POOL = 12_288
 
 _SHORTLIST = 512  # of each family's pool, by what is expected: how sure of that the process is, is asked of these alone
 
+_OTHERS = 0.02  # what a time of another search has scattered by: its clock was another at each
+
 _SLOW = 0.02  # so much of how many times (as a logarithm) it takes the fastest's time a slow outcome may be off besides
+
+_TO_DOUBT = 5  # outcomes that may show others' to be misleading
 
 _GROWN = 1.25  # what takes a while is learned anew when there are so many times the outcomes
 
@@ -61,14 +66,28 @@ class Prospects:
         configs: The valid configurations.
         device: The card that runs them.
         emulate: The card whose pace is kept to: see `cost_model.predict`.
+        history: What other problems and cards have shown.
 
     Attributes:
         space: The configurations.
+        passed: A row of `refusals.features` for each configuration that came through the compilers for other problems.
+        refused: The same of those that did not.
     """
 
-    def __init__(self, problem: Problem, configs: Sequence[Config], device: Device, *, emulate: str | None = None):
+    def __init__(
+        self,
+        problem: Problem,
+        configs: Sequence[Config],
+        device: Device,
+        *,
+        emulate: str | None = None,
+        history: History | None = None,
+    ) -> None:
         self.problem, self.device, self.emulate = problem, device, emulate
+        self.history = history or History(problem, device)
         self.space = Space(configs)
+        self.passed = features(problem, device, self.history.passed)
+        self.refused = features(problem, device, self.history.refused)
         self._predicted: dict[int, float] = {}
         self._compile_features: dict[int, Floats] = {}
 
@@ -87,7 +106,7 @@ class Prospects:
         if new:
             rows = features(self.problem, self.device, [self.space.configs[index] for index in new])
             self._compile_features.update(zip(new, rows, strict=True))
-        return np.array([self._compile_features[index] for index in indices])
+        return np.array([self._compile_features[index] for index in indices]).reshape(-1, self.passed.shape[1])
 
     def rows(self, family: str, indices: Sequence[int] | Indices) -> Floats:
         """Of each of a family's configurations a 1 for its choice of each parameter, else 0."""
@@ -99,7 +118,9 @@ class _Family:
 
     def __init__(self, name: str, prospects: Prospects, pool: Indices) -> None:
         self.name, self._prospects = name, prospects
-        self.residual = Residual(sizes(name))
+        self.residual = Residual(sizes(name), prospects.history.distances)
+        self._take_others(prospects.history.residuals(name))
+        self._expected: dict[int, float] = {}  # of outcomes, before they came
         self.pool = pool
         self._predicted, self._rows = prospects.predicted(pool), prospects.rows(name, pool)
         self._compile_features = prospects.compile_features(pool)
@@ -107,6 +128,9 @@ class _Family:
         self._learned_of = 0
         self._surprise = 1.0
         self._mean = self._predicted
+        if self._others.configs:
+            self._learned_of = len(self._others.configs)
+            self._learn({}, {}, learn=True)
 
     def extend(self, indices: Indices) -> None:
         """Takes more configurations into the pool."""
@@ -124,13 +148,34 @@ class _Family:
         if residuals == self._known:
             return
         self._known = dict(residuals)
-        learn = len(residuals) >= _GROWN * self._learned_of
+        self._doubt_others(residuals)
+        learn = len(residuals) + len(self._others.configs) >= _GROWN * self._learned_of
         if learn:
-            self._learned_of = len(residuals)
+            self._learned_of = len(residuals) + len(self._others.configs)
+        self._learn(residuals, slowness, learn=learn)
+
+    def _doubt_others(self, residuals: Mapping[int, float]) -> None:
+        """Forgets others where outcomes are further from what was expected of them than from the predicted times."""
+        if not self._others.configs:
+            return
+        new = [index for index in residuals if index not in self._expected]
+        expected = self.residual.mean(self._prospects.rows(self.name, new))
+        self._expected.update(zip(new, expected, strict=True))
+        got = np.array(list(residuals.values()))
+        if len(got) >= _TO_DOUBT and np.std(got - [self._expected[index] for index in residuals]) > np.std(got):
+            self._take_others(NO_RESIDUALS)
+            self._learned_of = 0
+
+    def _take_others(self, others: KnownResiduals) -> None:
+        self._others, self._others_rows = others, one_hot(self.name, places(others.configs))
+
+    def _learn(self, residuals: Mapping[int, float], slowness: Mapping[int, float], *, learn: bool) -> None:
+        others = self._others
         self.residual.know(
-            self._prospects.rows(self.name, list(residuals)),
-            np.array(list(residuals.values())),
-            np.array([_SLOW * slowness[index] for index in residuals]),
+            np.concatenate([self._prospects.rows(self.name, list(residuals)), self._others_rows]),
+            np.concatenate([list(residuals.values()), others.residuals]),
+            np.concatenate([[_SLOW * slowness[index] for index in residuals], np.full(len(others.residuals), _OTHERS)]),
+            np.concatenate([np.zeros(len(residuals), dtype=np.int64), others.problems]),
             learn=learn,
         )
         self._surprise = self.residual.surprise()
@@ -221,7 +266,10 @@ class Learner:
         if len(refused) != self._refused or len(measured) >= _GROWN * self._passed:
             self._passed, self._refused = len(measured), len(refused)
             compiled = self._prospects.compile_features
-            self._refusals.know(compiled(list(measured)), compiled(refused))
+            passed, lost = self._prospects.passed, self._prospects.refused
+            self._refusals.know(
+                np.concatenate([passed, compiled(list(measured))]), np.concatenate([lost, compiled(refused)])
+            )
         ahead = {family.name: [index for index in pending if self._is_of(index, family)] for family in self._families}
         worths, picked = [], []
         for family in self._families:

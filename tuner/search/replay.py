@@ -16,6 +16,7 @@ from ...gen.errors import UsageError
 from ...gen.families import Config
 from .candidates import LOOK_AHEAD
 from .cost_model import predict
+from .history import History, Outcomes
 from .learner import Learner, Prospects
 from .options import SearchOptions
 from .proposals import Outcome, Proposal, Proposals
@@ -100,6 +101,7 @@ def replay(
     withheld: Sequence[Config] = (),
     first: Sequence[Config] = (),
     min_gain: float = SearchOptions.min_gain,
+    history: Sequence[Sweep] = (),
 ) -> Replay:
     """Runs a sampler's searches over a sweep's configurations.
 
@@ -111,6 +113,7 @@ def replay(
         withheld: Configurations that are taken out of the sweep first, such as presets.
         first: Configurations that each search tries before its sampler chooses.
         min_gain: See `SearchOptions`: a search that expects less ends with fewer candidates.
+        history: Sweeps whose outcomes the learned sampler begins with, without what is withheld.
 
     Raises:
         UsageError: Nothing that was timed is left.
@@ -122,7 +125,9 @@ def replay(
         raise UsageError("nothing of this sweep was timed")
     configs, best = list(rows), min(costs.values())
     gaps, counts = [], []
-    prospects = Prospects(sweep.problem, configs, sweep.device)
+    others = [_outcomes(other).without(hidden) for other in history]
+    known = History(sweep.problem, sweep.device, others, limits=sweep.limits)
+    prospects = Prospects(sweep.problem, configs, sweep.device, history=known)
     for seed in seeds:
         learner = Learner(prospects, seed=seed) if sampler == "learned" else None
         proposals = Proposals(configs, sampler=sampler, seed=seed, first=first, learner=learner)
@@ -133,6 +138,12 @@ def replay(
         finalists = sorted((config for config in decided if config in seen), key=seen.__getitem__)[:FINALISTS]
         gaps.append(min(costs[config] for config in finalists) / best - 1 if finalists else math.inf)
     return Replay(sampler, candidates, tuple(gaps), tuple(counts))
+
+
+def _outcomes(sweep: Sweep) -> Outcomes:
+    costs = {row.config: row.cost for row in sweep.timed if row.cost is not None}
+    compiled = {row.config: row.cost is not None for row in sweep.rows}
+    return Outcomes(sweep.problem, sweep.device, costs, compiled, sweep.limits)
 
 
 def model_quality(sweep: Sweep) -> ModelQuality:

@@ -25,6 +25,7 @@ _SCALE, _SURE_OF_SCALE = 0.1, 0.5
 _NOISE, _SURE_OF_NOISE = 0.006, 0.7
 _WEIGHT, _SURE_OF_WEIGHT = 0.1, 1.5
 _OFFSET = 0.1  # of a family as a whole
+_FADING, _SURE_OF_FADING = 0.05, 1.0  # of what one problem shows for another: 5 % a doubling of a length
 
 _STEPS = 15  # of the search for the likeliest weights
 _ENOUGH = 6  # outcomes to learn weights from
@@ -36,17 +37,19 @@ class Residual:
     Args:
         sizes: How many choices each parameter has. A configuration is a row that has a 1 for its choice of each
             parameter, one after another, else 0.
-        kinship: For each two problems how much of what one shows holds for the other, 0 to 1; problem 0 is the one that
-            is asked about.
+        distances: (p, p) how far apart each two problems are; problem 0 is the one that is asked about. None: there is
+            no other. What one shows holds for another in part, exponentially less with the distance, and how much less
+            is learned.
     """
 
-    def __init__(self, sizes: list[int], kinship: Floats | None = None) -> None:
+    def __init__(self, sizes: list[int], distances: Floats | None = None) -> None:
         self._of_column = np.repeat(np.arange(len(sizes)), sizes)
-        self._kinship = np.ones((1, 1)) if kinship is None else kinship
-        self._expected = np.log([_SCALE, _NOISE, *[_WEIGHT] * len(sizes)])
-        self._sure = np.array([_SURE_OF_SCALE, _SURE_OF_NOISE, *[_SURE_OF_WEIGHT] * len(sizes)])
+        self._distances = np.zeros((1, 1)) if distances is None else distances
+        self._expected = np.log([_SCALE, _NOISE, _FADING, *[_WEIGHT] * len(sizes)])
+        self._sure = np.array([_SURE_OF_SCALE, _SURE_OF_NOISE, _SURE_OF_FADING, *[_SURE_OF_WEIGHT] * len(sizes)])
         self._theta = self._expected
         self._rows = np.zeros((0, len(self._of_column)))
+        self._problems = np.zeros(0, dtype=np.int64)
         self._factor = np.zeros((0, 0))
 
     @property
@@ -63,11 +66,12 @@ class Residual:
             rows: (n, columns) configurations.
             residuals: (n,) logarithms of measured over predicted times.
             extra: (n,) standard deviations of what else these have, beside the noise of all.
-            problems: (n,) places of their problems in ``kinship``; None: all are of problem 0.
+            problems: (n,) places of their problems in ``distances``; None: all are of problem 0.
             learn: Whether what matters is to be learned anew. That takes some dozens of times as long.
         """
         self._rows, self._residuals, self._extra = rows, residuals, extra
         self._problems = np.zeros(len(rows), dtype=np.int64) if problems is None else problems
+        self._between = self._distances[np.ix_(self._problems, self._problems)]
         if learn and len(rows) >= _ENOUGH:
             found = minimize(self._improbability, self._theta, jac=True, method="L-BFGS-B", options={"maxiter": _STEPS})
             if np.isfinite(found.fun):
@@ -95,15 +99,16 @@ class Residual:
         return found
 
     def surprise(self) -> float:
-        """By how much outcomes lie further from what the others let expect than this process says; 1 or more.
+        """By how much outcomes of problem 0 lie further from what others let expect than this process says; 1 or more.
 
         Where the residual has little to do with the parameters, the process must not be sure of itself. What the others
         let expect has a closed form (Rasmussen and Williams, 5.4.2).
         """
-        if len(self._rows) < _ENOUGH:
+        mine = self._problems == 0
+        if mine.sum() < _ENOUGH:
             return 1.0
         inverse = cho_solve((self._factor, True), np.eye(len(self._factor)))
-        errors = self._solved / np.sqrt(np.diag(inverse))
+        errors = (self._solved / np.sqrt(np.diag(inverse)))[mine]
         return max(1.0, float(np.sqrt(np.mean(errors**2))))
 
     def _beside(self, asked: Floats, pending: Floats) -> tuple[Floats, Floats]:
@@ -141,23 +146,28 @@ class Residual:
 
     def _cross(self, asked: Floats, rows: Floats, problems: Integers) -> Floats:
         """(m, n) covariances of configurations of problem 0 with some of other problems."""
-        common = np.exp(2 * self._theta[0]) * self._likeness(self._theta, asked, rows) * self._kinship[0, problems]
-        found: Floats = common + _OFFSET**2 * (problems == 0)
+        common = np.exp(2 * self._theta[0]) * self._likeness(self._theta, asked, rows)
+        found: Floats = (common + _OFFSET**2) * self._kinship(self._theta, self._distances[0, problems])
+        return found
+
+    @staticmethod
+    def _kinship(theta: Floats, distances: Floats) -> Floats:
+        """How much of what one problem shows holds for another, 0 to 1."""
+        found: Floats = np.exp(-np.exp(theta[2]) * distances)
         return found
 
     def _likeness(self, theta: Floats, a: Floats, b: Floats) -> Floats:
         """(m, n): 1 of equal configurations, and the less the more of what matters differs."""
-        weights = np.exp(theta[2:])
+        weights = np.exp(theta[3:])
         found: Floats = np.exp((a * weights[self._of_column]) @ b.T - weights.sum())
         return found
 
     def _covariance(self, theta: Floats) -> tuple[Floats, Floats]:
         """(n, n) of the outcomes, and the part of it that depends on parameters."""
-        problems = self._problems
-        common = np.exp(2 * theta[0]) * self._likeness(theta, self._rows, self._rows)
-        common *= self._kinship[np.ix_(problems, problems)]
+        kinship = self._kinship(theta, self._between)
+        common = np.exp(2 * theta[0]) * self._likeness(theta, self._rows, self._rows) * kinship
         noise = np.exp(2 * theta[1]) + self._extra**2
-        return common + _OFFSET**2 * (problems[:, None] == problems) + np.diag(noise), common
+        return common + _OFFSET**2 * kinship + np.diag(noise), common
 
     def _improbability(self, theta: Floats) -> tuple[float, Floats]:
         """Minus the logarithm of the probability of the outcomes and of theta, and its derivative.
@@ -174,10 +184,12 @@ class Residual:
         slope = np.outer(solved, solved) - inverse
         by_common = slope * common
         in_common = (self._rows * (by_common @ self._rows)).sum(axis=0)
-        weights = np.exp(theta[2:])
+        weights = np.exp(theta[3:])
+        shared = by_common + slope * _OFFSET**2 * self._kinship(theta, self._between)
+        fading = -0.5 * np.exp(theta[2]) * (shared * self._between).sum()
         gradient = np.concatenate(
             [
-                [by_common.sum(), np.exp(2 * theta[1]) * np.trace(slope)],
+                [by_common.sum(), np.exp(2 * theta[1]) * np.trace(slope), fading],
                 0.5 * weights * (np.bincount(self._of_column, in_common, len(weights)) - by_common.sum()),
             ]
         )

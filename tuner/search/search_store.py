@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 from ...db.errors import DatabaseError
@@ -13,6 +14,7 @@ from ...db.records import (
     MEASURED,
     EmulatedBest,
     Environment,
+    GpuKey,
     MeasurementRecord,
     SearchRecord,
     StoredMeasurement,
@@ -22,7 +24,7 @@ from ...db.records import (
 )
 from ...db.shipped import Shipped, read_shipped
 from ...gen.build.jobs import CompiledResources, Variant
-from ...gen.device import HOST_ARCH, alike
+from ...gen.device import HOST_ARCH, Device, alike, device_for_arch
 from ...gen.emulation import EMULATED_CARDS
 from ...gen.errors import BwdtuneError
 from ...gen.families import Config, preset_name
@@ -31,11 +33,16 @@ from ...gen.render import Source, render, template_hash
 from ..lab.peers import DEFAULT
 from ..lab.timing import SEARCH_POLICY, Policy, Timings
 from .gates import SPILL_BOUND_BYTES
+from .history import Outcomes, apart
 from .options import SearchOptions
 from .patience import Patience
 
 if TYPE_CHECKING:
     from ...db.store import Store
+
+
+_NEAREST, _OUTCOMES = 8, 600
+"""Problems whose outcomes a search begins with, and how many: what is read before the first proposal."""
 
 
 def variant_record(problem: Problem, variant: Variant) -> VariantRecord:
@@ -274,6 +281,61 @@ class SearchStore(VariantStore):
                 self._problem, self._environment, self._options.limits, measurement_id, verification_id, partial
             )
         )
+
+    def outcomes_elsewhere(self, device: Device) -> list[Outcomes]:
+        """What was found of the nearest problems, on this card and others, and of kernels of this kind.
+
+        What this search's own study has is left out.
+
+        Args:
+            device: The card of the search.
+        """
+        mine, emulate = self._environment, self._options.emulate
+
+        def far(other: Problem) -> float:
+            return apart((self._problem, device), (other, device))
+
+        nearest = sorted(self._patience(self._store.problems), key=far)[:_NEAREST]
+        costs: dict[tuple[Problem, GpuKey, str], dict[Config, list[float]]] = {}
+        for one in self._patience(lambda: self._store.outcomes(nearest, newest=_OUTCOMES)):
+            record = one.record
+            within = record.limits if emulate else self._options.limits
+            known = (one.problem, record.environment, record.limits) == (self._problem, mine, within)
+            if record.kind != self._kind or known or (emulate and record.limits != emulate):
+                continue
+            cost = record.cycles if emulate else record.median_ms
+            if cost is not None:
+                key = (one.problem, record.environment.gpu, record.environment.arch)
+                costs.setdefault(key, {}).setdefault(one.config, []).append(cost)
+        found = [Outcomes(self._problem, device, compiled=self._came_through(device), limits=self._options.within)]
+        for (problem, gpu, arch), times in costs.items():
+            try:
+                card = replace(device_for_arch(arch), name=gpu.name)
+            except BwdtuneError:  # another version's target
+                continue
+            found.append(Outcomes(problem, card, {config: median(one) for config, one in times.items()}))
+        return found
+
+    def _came_through(self, device: Device) -> dict[Config, bool]:
+        """Whether configurations were let pass by the compiler gate, for this kind of problem."""
+        gates = {}
+        if self._options.within:
+            gates[EMULATED_CARDS[self._options.within].arch] = 0
+        if not self._options.emulate:  # which builds had dummy mma in them the database does not say
+            gates[device.arch] = SPILL_BOUND_BYTES
+        found: dict[Config, bool] = {}
+        for arch, bound in gates.items():
+            for config, passed in self._passed(arch, bound).items():
+                found[config] = passed and found.get(config, True)
+        return found
+
+    def _passed(self, arch: str, bound_bytes: int) -> dict[Config, bool]:
+        """Whether what was compiled last for a target spilled no more than that."""
+        return {
+            one.config: one.status == "ok" and (one.spill_bytes or 0) <= bound_bytes
+            for one in self._patience(lambda: self._store.variants(self._problem, arch, newest=_OUTCOMES))
+            if one.status != "timeout"
+        }
 
     def won_nearby(self) -> Iterator[Config]:
         """What won other problems on such a card, in the database and in the shipped table: the nearest first."""

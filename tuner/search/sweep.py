@@ -66,6 +66,12 @@ class Sweep:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def limits(self) -> str | None:
+        """The card whose limits it kept to, or None."""
+        found = self.provenance.get("limits")
+        return None if found is None else str(found)
+
+    @property
     def timed(self) -> tuple[SweepRow, ...]:
         """The rows that have a time."""
         return tuple(row for row in self.rows if row.cost is not None)

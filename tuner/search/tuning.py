@@ -26,6 +26,7 @@ from ..lab.protocol import Bench, CandidateError
 from ..lab.timing import SEARCH_POLICY, Cycles, Timing, Timings
 from .candidates import Builder, Candidate, CandidateSearch, Compiled
 from .claims import Claims
+from .history import History
 from .learner import Learner, Prospects
 from .options import SearchOptions
 from .progress import Progress
@@ -152,7 +153,14 @@ class Tuning(CandidateSearch):
     def _proposals(self, first: Sequence[Config]) -> Proposals:
         options, learner = self.options, None
         if options.sampler == "learned":
-            prospects = Prospects(self.problem, self.configs, self.device, emulate=options.emulate)
+            history = History(
+                self.problem,
+                self.device,
+                [one.without(self.withheld) for one in self._store.outcomes_elsewhere(self.device)],
+                limits=options.within,
+                emulate=options.emulate,
+            )
+            prospects = Prospects(self.problem, self.configs, self.device, emulate=options.emulate, history=history)
             learner = Learner(prospects, seed=self.seed)
         return Proposals(self.configs, sampler=options.sampler, seed=self.seed, first=first, learner=learner)
 

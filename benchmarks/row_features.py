@@ -92,7 +92,8 @@ def timed(problem: Problem, kernel: Kernel) -> Timed:
         *(torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v)),
         scale=problem.softmax_scale,
         features=inputs.features,
-        **inputs.of_rows(),
+        **inputs.read(),
+        **inputs.written(),
     )
     return Timed(launch)
 

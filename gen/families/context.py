@@ -85,6 +85,46 @@ class KernelContext:
         return self.lse_grad or self.sink
 
     @property
+    def has_score_bias(self) -> bool:
+        """Whether something is added to scores."""
+        return self.alibi or bool(self.bias)
+
+    @property
+    def bias_has_rows(self) -> bool:
+        """Whether a bias is another for each query."""
+        return self.bias.endswith("S")
+
+    @property
+    def bias_is_summed(self) -> bool:
+        """Whether an element of dBias is a sum over batches, heads or queries."""
+        return self.bias_grad and "1" in self.bias.split("_")
+
+    @property
+    def adds_dbias(self) -> bool:
+        """Whether all blocks add to its sums; else each stores its part, and sums are made of these in one order."""
+        return self.bias_is_summed and not self.deterministic
+
+    @property
+    def adds_dbias_of_keys(self) -> bool:
+        """Whether what they add is summed over a tile's queries before."""
+        return self.adds_dbias and not self.bias_has_rows
+
+    @property
+    def clears_dbias(self) -> bool:
+        """Whether some of it has to be zero before the main kernel, which does not visit tiles that a mask hides."""
+        return self.adds_dbias or (self.bias_grad and not self.is_full)
+
+    @property
+    def dbias_place(self) -> str:
+        """The member of `ScoreBias` that the main kernel writes it to."""
+        return "sums" if self.adds_dbias else "ds" if self.bias_is_summed else "dbias"
+
+    @property
+    def dbias_store_dtype(self) -> str:
+        """The type that it has there."""
+        return {"sums": "fp32", "ds": self.dtype, "dbias": self.bias_dtype}[self.dbias_place]
+
+    @property
     def walks_backwards(self) -> bool:
         """Whether query tiles are taken from the last to the first.
 

@@ -35,7 +35,7 @@ class MmaConfig(Config):
 
     family: ClassVar[str] = "mma"
     group: ClassVar[str] = "mma"
-    features: ClassVar[frozenset[str]] = frozenset(FEATURES) - {"alibi", "bias", "bias_grad"}
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     has_probe: ClassVar[bool] = True
 
     block_q: int = parameter("q", (16, 32, 64, 128), "Rows of a Q/dO tile (B_r).")

@@ -35,7 +35,7 @@ class TransposedMmaConfig(Config):
 
     family: ClassVar[str] = "mmat"
     group: ClassVar[str] = "mma"
-    features: ClassVar[frozenset[str]] = frozenset(FEATURES) - {"alibi", "bias", "bias_grad"}
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     has_probe: ClassVar[bool] = True
     contradictions: ClassVar[tuple[Contradiction, ...]] = (
         Contradiction(
@@ -237,6 +237,8 @@ class TransposedMmaConfig(Config):
                     f"{product} does not divide: {problem.head_dim} columns in {parts} parts are filled up to "
                     f"{parts * columns}, and a tile has {there}"
                 )
+        if self.p_first and problem.softcap and problem.bias_grad:
+            return "with P first, P times the cap's derivative is kept for dS, and dBias needs P itself"
         return None
 
     def shared_memory_bytes(self, problem: Problem) -> int:

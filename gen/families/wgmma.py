@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..device import Device
 from ..emulation import Emulation
-from ..problem import ACCUMULATOR_BYTES, CAUSAL, FEATURES, FULL, WINDOW, Problem
+from ..problem import ACCUMULATOR_BYTES, BIAS_ELEMENT_BYTES, CAUSAL, FEATURES, FULL, WINDOW, Problem
 from .base import (
     BARRIER_BYTES,
     FRAGMENT_REGISTERS,
@@ -29,6 +29,7 @@ _HEAD_DIMS = range(32, 128 + 1, 8)
 _SPLIT_HEAD_DIMS = range(128 + 8, 256 + 1, 8)
 _PANEL_COLUMNS = 64
 _WORKING_REGISTERS = 28
+_PREFETCH_SLACK = 24  # measured: with fewer to spare, ptxas spills a bias that is read ahead
 
 
 def _of_split(name: str, value: Value, reason: str) -> Contradiction:
@@ -42,7 +43,7 @@ class WgmmaConfig(Config):
 
     family: ClassVar[str] = "wgmma"
     group: ClassVar[str] = "wgmma"
-    features: ClassVar[frozenset[str]] = frozenset(FEATURES) - {"alibi", "bias", "bias_grad"}
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     divides_registers: ClassVar[bool] = True
 
     # What is no parameter: the template has it from here.
@@ -220,6 +221,8 @@ class WgmmaConfig(Config):
             return f"V has {steps} steps along head_dim: {self.v_fragments} cannot be kept"
         if self.lse_delta_k_step and problem.softcap:
             return "the log-sum-exp that is folded into S would be capped with it"
+        if self.split_accumulators and problem.softcap and problem.bias_grad:
+            return "the warpgroup that computes dBias is handed P times the cap's derivative, and dBias needs P itself"
         if self.skip_masked and problem.mask == FULL:
             return "there is no mask that would leave tiles to be skipped"
         if self.skip_masked and problem.deterministic and problem.mask == CAUSAL and not self.store_first:
@@ -289,10 +292,26 @@ class WgmmaConfig(Config):
         scores = self.block_q
         # Measured: with less to spare for a cap's slopes, ptxas spills or serializes.
         slopes = self.block_q * 7 // 32 if problem.softcap else 0
-        return sums + kept + scores + slopes + _WORKING_REGISTERS
+        return sums + kept + scores + slopes + self._bias_registers(problem) + _WORKING_REGISTERS
+
+    def _bias_registers(self, problem: Problem) -> int:
+        """Measured: what a bias that is read where it is added needs, and addresses of its gradient's elements."""
+        if not problem.bias:
+            return 0
+        of_elements = problem.bias_grad and (problem.bias.endswith("S") or problem.deterministic)
+        return self.block_q * (3 if of_elements else 1) // 16
+
+    def prefetches_bias(self, problem: Problem) -> bool:
+        """Whether there are registers for a tile's bias while S is computed."""
+        if not problem.bias:
+            return False
+        elements = self.block_q // 2 * BIAS_ELEMENT_BYTES[problem.bias_dtype] // 4
+        return self.registers(problem) + elements + _PREFETCH_SLACK <= self.consumer_registers
 
     def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
-        return WgmmaContext.of(problem, self, pace, probed)
+        found = WgmmaContext.of(problem, self, pace, probed)
+        assert isinstance(found, WgmmaContext), "it makes what it is asked of"
+        return replace(found, prefetches_bias=self.prefetches_bias(problem))
 
     def product_columns(self, problem: Problem) -> int:
         of_sums, of_dq = _columns(problem.head_dim)
@@ -330,9 +349,14 @@ class WgmmaConfig(Config):
 
 @dataclass(frozen=True)
 class WgmmaContext(KernelContext):
-    """The ``wgmma`` family's."""
+    """The ``wgmma`` family's.
+
+    Attributes:
+        prefetches_bias: A tile's bias is read ahead of the scores that it is added to.
+    """
 
     config: WgmmaConfig
+    prefetches_bias: bool = False
 
     @property
     def wgmma_widths(self) -> list[int]:
@@ -349,6 +373,11 @@ class WgmmaContext(KernelContext):
     def orders_dq(self) -> bool:
         """Whether key tiles wait for each other before they add to dQ: for all before them, or for the first."""
         return self.deterministic or self.config.store_first
+
+    @property
+    def counts_query_heads(self) -> bool:
+        """Whether consumers know which of the query heads of a key head they are at."""
+        return not self.config.dq_bulk_reduce or self.has_score_bias
 
     @property
     def converts_dq(self) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from .. import row_features, torch_attention
 from ..features import Features
-from ..kernel import TORCH_DTYPES
+from ..kernel import BIAS_DTYPES, TORCH_DTYPES
 from .cases import Case
 
 _FAR_SCORE = 150.0  # at the default scale; exp(89) overflows in fp32
+_HIDDEN = -1e4  # a bias that leaves a key no probability
 
 
 def _normal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> None:
@@ -74,6 +76,8 @@ class Inputs:
         forward: PyTorch's forward of q, k, v and the sinks.
         dlse: (B, Hq, Sq), fp32: the gradient of the log-sum-exp, if the problem has one.
         sink: (Hq), fp32, if the problem has sinks.
+        bias: (B or 1, Hq or 1, Sq or 1, Skv), if the problem has one.
+        bias_grad: Whether its gradient is wanted.
     """
 
     q: torch.Tensor
@@ -84,14 +88,26 @@ class Inputs:
     forward: torch_attention.Forward
     dlse: torch.Tensor | None = None
     sink: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    bias_grad: bool = False
 
-    def of_rows(self) -> dict[str, torch.Tensor]:
-        """What `Kernel.prepare` is given for them, dsink among it, which it writes."""
-        given = {} if self.dlse is None else {"dlse": self.dlse}
-        return given if self.sink is None else {**given, "sink": self.sink, "dsink": torch.empty_like(self.sink)}
+    def read(self) -> dict[str, torch.Tensor]:
+        """What `Kernel.prepare` is given to read, besides what every kernel is given."""
+        slopes = self.features.alibi_slopes
+        found = {"dlse": self.dlse, "sink": self.sink, "bias": self.bias, "alibi_slopes": slopes}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def written(self) -> dict[str, torch.Tensor]:
+        """What it writes besides, with any content."""
+        found = {}
+        if self.sink is not None:
+            found["dsink"] = torch.empty_like(self.sink)
+        if self.bias is not None and self.bias_grad:
+            found["dbias"] = torch.empty_like(self.bias, memory_format=torch.contiguous_format)
+        return found
 
     def gradients_of(self, forward: torch_attention.Forward) -> tuple[torch.Tensor, ...]:
-        """dq, dk and dv, and with sinks dsink, by the backward of a forward of PyTorch's."""
+        """All gradients by the backward of a forward of PyTorch's, dsink last."""
         found = forward.backward(self.dout, self.dlse)
         return found if self.sink is None else (*found, self.dsink())
 
@@ -120,13 +136,33 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     q, k, v, dout = (draw(shape) for shape in (queries, keys, keys, queries))
     INPUTS[case.inputs](q, k, v, dout)
     features = case.features(device)
-    forward = torch_attention.forward(q, k, v, problem.causal, case.scale, features)
-    dlse = sink = None
+    dlse = sink = bias = None
+    if problem.bias:
+        bias = _bias(case, device, generator)
+    if problem.alibi:
+        # So steep that it shows at once, and not so that nothing else does.
+        per_head = (problem.batch, problem.heads_q) if case.heads_inside else (problem.heads_q,)
+        slopes = torch.rand(per_head, device=device, generator=generator) * 0.2 + 0.01
+        features = replace(features, alibi_slopes=slopes)
+    biased: dict[str, Any] = {"bias": bias, "bias_grad": problem.bias_grad}
+    forward = torch_attention.forward(q, k, v, problem.causal, case.scale, features, **biased)
     if problem.lse_grad:
         dlse = torch.randn(q.shape[:3], device=device, generator=generator)
     if problem.sink:
         # Of about the size of all other scores of a row together, whatever these are.
         seen = forward.lse.where(forward.lse.isfinite(), torch.nan).nanmean((0, 2)).nan_to_num()
         sink = seen + torch.randn(problem.heads_q, device=device, generator=generator)
-        forward = torch_attention.forward(q, k, v, problem.causal, case.scale, features, sink=sink)
-    return Inputs(q, k, v, dout, features, forward, dlse, sink)
+        forward = torch_attention.forward(q, k, v, problem.causal, case.scale, features, sink=sink, **biased)
+    return Inputs(q, k, v, dout, features, forward, dlse, sink, bias, problem.bias_grad)
+
+
+def _bias(case: Case, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """Of about the size of scores; without a gradient, a tenth of it hides keys. Heads are inside as in the others."""
+    problem = case.problem
+    batch, heads, rows, keys = problem.bias_shape
+    stored = (batch, rows, heads, keys + 3) if case.heads_inside else (batch, heads, rows, keys)
+    values = torch.randn(stored, device=device, generator=generator) * 2
+    if not problem.bias_grad:
+        values.masked_fill_(torch.rand(stored, device=device, generator=generator) < 0.1, _HIDDEN)
+    values = values.to(BIAS_DTYPES[problem.bias_dtype])
+    return values.transpose(1, 2)[..., :keys] if case.heads_inside else values

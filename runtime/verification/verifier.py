@@ -14,7 +14,16 @@ from ...gen.problem import Problem
 from ..kernel import Kernel, KernelError
 from .cases import Case, cases
 from .inputs import Inputs, make_inputs
-from .reference import GRADIENTS, Errors, HeadReference, SinkReference, head_reference, sink_reference
+from .reference import (
+    GRADIENTS,
+    BiasReference,
+    Errors,
+    HeadReference,
+    SinkReference,
+    bias_reference,
+    head_reference,
+    sink_reference,
+)
 
 _ERROR_FACTOR = 2.0  # the relative error may be so many times PyTorch's own ...
 _ERROR_FLOOR = 0.25  # ... plus so many rounding steps of the dtype
@@ -22,6 +31,7 @@ _WORST_FACTOR = 4.0  # the same for the worst single element, whose extremes var
 _WORST_FLOOR = 2.0
 
 _SINK_ERROR = 2.0**-15  # of dsink, by the terms that are summed up in fp32
+_BIAS_FLOOR = 1.0  # as _ERROR_FLOOR, of dbias: dS may be made of a P in 16 bits
 
 _NEAR = 2.0  # an error that is less than so many times its limit may be over it by chance ...
 _DRAWS = 16  # ... and is judged on so many inputs of its case, by root mean squares: both kernels' errors are random
@@ -41,6 +51,8 @@ class _Prepared:
     heads: tuple[HeadReference, ...]
     torch_errors: Errors
     sinks: SinkReference | None
+    bias: BiasReference | None
+    torch_bias_errors: tuple[float, float]
 
 
 class Verifier:
@@ -108,8 +120,12 @@ def _prepare(case: Case, inputs: Inputs) -> _Prepared:
     every = itertools.product(range(last[0] + 1), range(last[1] + 1))
     checked = every if case.every_head else sorted({(0, 0), last})
     heads = tuple(head_reference(case, inputs, sequence, head) for sequence, head in checked)
-    torch_errors = _worst_errors(heads, inputs.forward.backward(inputs.dout, inputs.dlse))
-    return _Prepared(case, inputs, heads, torch_errors, sink_reference(inputs) if case.problem.sink else None)
+    theirs = inputs.forward.backward(inputs.dout, inputs.dlse)
+    torch_errors = _worst_errors(heads, theirs[: len(GRADIENTS)])
+    sinks = sink_reference(inputs) if case.problem.sink else None
+    bias = bias_reference(case, heads) if case.problem.bias_grad else None
+    torch_bias_errors = bias.errors(theirs[-1]) if bias else (0.0, 0.0)
+    return _Prepared(case, inputs, heads, torch_errors, sinks, bias, torch_bias_errors)
 
 
 def _worst_errors(heads: tuple[HeadReference, ...], results: tuple[torch.Tensor, ...]) -> Errors:
@@ -130,14 +146,15 @@ def _judge(kernel: Kernel, prepared: Iterable[_Prepared]) -> VerificationRecord:
             if kernel.info.deterministic:
                 for _ in range(_REPEATS):
                     _refuse_other_bits(everything, _run(kernel, one))
-            results = everything[: len(GRADIENTS)]
+            results = tuple(everything[name] for name in GRADIENTS)
             measured, torch_errors = _worst_errors(one.heads, results), one.torch_errors
             faults = list(_faults(results, measured, torch_errors))
             # At real sizes too many terms are summed up for chance.
             if faults and one.case.every_head and all(fault.excess < _NEAR for fault in faults):
                 measured, torch_errors = _errors_over_draws(kernel, one, measured)
                 faults = list(_faults(results, measured, torch_errors))
-            sink_error = one.sinks.error(everything[-1]) if one.sinks else 0.0
+            sink_error = one.sinks.error(everything["dsink"]) if one.sinks else 0.0
+            bias_errors = one.bias.errors(everything["dbias"]) if one.bias else (0.0, 0.0)
         except (KernelError, _Misbehaviour) as error:
             return VerificationRecord(False, math.inf, errors, f"{one.case.name}: {error}")
         errors[one.case.name] = {
@@ -148,6 +165,10 @@ def _judge(kernel: Kernel, prepared: Iterable[_Prepared]) -> VerificationRecord:
             errors[one.case.name]["dsink"] = sink_error
             if not sink_error <= _SINK_ERROR:
                 faults.append(_Fault(f"the error of dsink is {sink_error:.2g} of its terms", math.inf))
+        if one.case.problem.bias_grad:
+            errors[one.case.name] |= {"dbias": bias_errors[0], "torch_dbias": one.torch_bias_errors[0]}
+            step = torch.finfo(results[0].dtype).eps / 2
+            faults += _faults_of("dbias", everything["dbias"], bias_errors, one.torch_bias_errors, step, _BIAS_FLOOR)
         reasons += (f"{one.case.name}: {fault.reason}" for fault in faults)
     max_error = max(case_errors[name] for case_errors in errors.values() for name in GRADIENTS)
     return VerificationRecord(not reasons, max_error, errors, reasons[0] if reasons else "")
@@ -164,21 +185,32 @@ class _Fault:
 def _faults(results: tuple[torch.Tensor, ...], measured: Errors, torch_errors: Errors) -> Iterator[_Fault]:
     step = torch.finfo(results[0].dtype).eps / 2
     for name, result in zip(GRADIENTS, results, strict=True):
-        bad = result.numel() - int(result.isfinite().sum())
-        if bad:
-            yield _Fault(f"{bad} of {result.numel()} elements of {name} were not written or are not finite", math.inf)
-            continue
-        # Where PyTorch itself overflows it is no yardstick.
-        allowance = [error if math.isfinite(error) else 0.0 for error in torch_errors[name]]
-        relative, worst = measured[name]
-        limit = _ERROR_FACTOR * allowance[0] + _ERROR_FLOOR * step
-        worst_limit = _WORST_FACTOR * allowance[1] + _WORST_FLOOR * step
-        if relative > limit:
-            reason = f"the relative error of {name} is {relative:.2g}, PyTorch's {allowance[0]:.2g}"
-            yield _Fault(reason, relative / limit)
-        elif worst > worst_limit:
-            reason = f"an element of {name} is off by {worst:.2g} of its terms, PyTorch's worst by {allowance[1]:.2g}"
-            yield _Fault(reason, worst / worst_limit)
+        yield from _faults_of(name, result, measured[name], torch_errors[name], step, _ERROR_FLOOR)
+
+
+def _faults_of(
+    name: str,
+    result: torch.Tensor,
+    measured: tuple[float, float],
+    torch_errors: tuple[float, float],
+    step: float,
+    floor: float,
+) -> Iterator[_Fault]:
+    bad = result.numel() - int(result.isfinite().sum())
+    if bad:
+        yield _Fault(f"{bad} of {result.numel()} elements of {name} were not written or are not finite", math.inf)
+        return
+    # Where PyTorch itself overflows it is no yardstick.
+    allowance = [error if math.isfinite(error) else 0.0 for error in torch_errors]
+    relative, worst = measured
+    limit = _ERROR_FACTOR * allowance[0] + floor * step
+    worst_limit = _WORST_FACTOR * allowance[1] + _WORST_FLOOR * step
+    if relative > limit:
+        reason = f"the relative error of {name} is {relative:.2g}, PyTorch's {allowance[0]:.2g}"
+        yield _Fault(reason, relative / limit)
+    elif worst > worst_limit:
+        reason = f"an element of {name} is off by {worst:.2g} of its terms, PyTorch's worst by {allowance[1]:.2g}"
+        yield _Fault(reason, worst / worst_limit)
 
 
 def _errors_over_draws(kernel: Kernel, one: _Prepared, measured: Errors) -> tuple[Errors, Errors]:
@@ -191,7 +223,8 @@ def _errors_over_draws(kernel: Kernel, one: _Prepared, measured: Errors) -> tupl
     for draw in range(1, _DRAWS):
         case = replace(one.case, draw=one.case.draw + draw)
         again = _prepare(case, make_inputs(case, one.inputs.q.device))
-        results = _run(kernel, again)[: len(GRADIENTS)]
+        written = _run(kernel, again)
+        results = tuple(written[name] for name in GRADIENTS)
         drawn.append((_worst_errors(again.heads, results), again.torch_errors))
     ours, theirs = (_root_mean_square(errors) for errors in zip(*drawn, strict=True))
     return ours, theirs
@@ -208,21 +241,21 @@ class _Misbehaviour(Exception):
     """The kernel touched memory that is not its to write, or is not as repeatable as it says."""
 
 
-def _refuse_other_bits(first: tuple[torch.Tensor, ...], again: tuple[torch.Tensor, ...]) -> None:
-    for name, a, b in zip((*GRADIENTS, "dsink"), first, again, strict=False):
-        if not torch.equal(a.view(torch.int16), b.view(torch.int16)):
+def _refuse_other_bits(first: dict[str, torch.Tensor], again: dict[str, torch.Tensor]) -> None:
+    for name, tensor in first.items():
+        if not torch.equal(tensor.view(torch.int16), again[name].view(torch.int16)):
             raise _Misbehaviour(f"its {name} has other bits at another call, and it was to be deterministic")
 
 
-def _run(kernel: Kernel, one: _Prepared) -> tuple[torch.Tensor, ...]:
-    """Runs a kernel once into poisoned buffers and checks that it left everything else alone."""
+def _run(kernel: Kernel, one: _Prepared) -> dict[str, torch.Tensor]:
+    """A kernel's gradients, by name: it runs once into poisoned buffers, and must leave everything else alone."""
     inputs = one.inputs
     kept = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout}
     kept |= {"o": inputs.forward.output, "lse": inputs.forward.lse}
-    kept |= {name: tensor for name, tensor in inputs.of_rows().items() if name != "dsink"}
+    kept |= inputs.read()
     given = {name: tensor.clone() for name, tensor in kept.items()}  # the next candidate's inputs are out of reach
-    names = GRADIENTS if inputs.sink is None else (*GRADIENTS, "dsink")
-    outputs = {name: _Guarded.like(given[name[1:]]) for name in names}
+    outputs = {name: _Guarded.like(given[name[1:]]) for name in GRADIENTS}
+    outputs |= {name: _Guarded.like(tensor) for name, tensor in inputs.written().items()}
     sizes = one.case.problem
     workspace = _Guarded.flat(
         kernel.workspace_bytes(
@@ -245,7 +278,7 @@ def _run(kernel: Kernel, one: _Prepared) -> tuple[torch.Tensor, ...]:
     for name, guarded in (*outputs.items(), ("the workspace", workspace)):
         if not guarded.intact():
             raise _Misbehaviour(f"it wrote outside {name}")
-    return tuple(output.tensor for output in outputs.values())
+    return {name: output.tensor for name, output in outputs.items()}
 
 
 @dataclass(frozen=True, eq=False)

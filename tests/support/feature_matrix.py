@@ -44,6 +44,10 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"sink": True},
     {"softcap": True, "deterministic": True, "lse_grad": True, "sink": True},
     {"varlen": True, "lse_grad": True, "sink": True},
+    {"varlen": True, "alibi": True},
+    {"alibi": True, "bias": "B_H_S", "bias_grad": True},
+    {"bias": "1_H_S", "bias_dtype": "fp32", "bias_grad": True},
+    {"softcap": True, "deterministic": True, "bias": "B_1_1", "bias_grad": True},
 )
 ALL_FEATURES_AT = (40, 64, 128)  # head_dims
 

@@ -719,6 +719,46 @@ ROW_MUTATIONS: dict[str, tuple[str, str, str]] = {
     ),
 }
 
+BIAS_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, alibi=True, bias="1_H_S", bias_grad=True)
+STORED_BIAS_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, bias="B_H_S", bias_dtype="fp32", bias_grad=True)
+BIAS_MUTATIONS: dict[str, tuple[str, Problem, str, str]] = {
+    "slopes with the wrong sign": ("v3", BIAS_PROBLEM, "bias - slope_log2_", "bias + slope_log2_"),
+    "distances from the first diagonal": ("w64lag", BIAS_PROBLEM, "query + last_key_ - last_row_ - key", "query - key"),
+    "one bias for all heads": ("t64", BIAS_PROBLEM, "head * all.bias.stride_head", "0"),
+    "the next query head with the bias of the first": (
+        "w64lag",
+        STORED_BIAS_PROBLEM,
+        "(arguments.heads_q / arguments.heads_kv) + query_head,",
+        "(arguments.heads_q / arguments.heads_kv),",
+    ),
+    "another row's bias": ("v3", BIAS_PROBLEM, "min(query + query_step,", "min(query + query_step / 2,"),
+    "a row past the end": ("v3", STORED_BIAS_PROBLEM, "if (query > last_row_ ||", "if ("),
+    "sums of dBias that are not cleared": (
+        "t64",
+        BIAS_PROBLEM,
+        "if (const cudaError_t error = launch_clear_bias(a, main.score_bias.sums)) return error;",
+        "",
+    ),
+    "dBias that the mask hides is not zero": (
+        "w64lag",
+        STORED_BIAS_PROBLEM,
+        "if (const cudaError_t error = launch_clear_bias(a, main.score_bias.dbias)) return error;",
+        "",
+    ),
+    "a sum over half of the queries": (
+        "t64",
+        dataclasses.replace(MUTATED_PROBLEM, bias="B_H_1", bias_grad=True),
+        "lanes < 4; lanes *= 2",
+        "lanes < 2; lanes *= 2",
+    ),
+    "a sum over the first head alone": (
+        "v3",
+        dataclasses.replace(MUTATED_PROBLEM, bias="B_1_S", bias_grad=True, deterministic=True),
+        "summed_head < summed.summed_heads",
+        "summed_head < 1",
+    ),
+}
+
 
 def without_comments(text: str) -> str:
     """The code alone, its layout kept: what a fault is planted in does not depend on what a comment says."""
@@ -755,6 +795,7 @@ FAULTS: dict[str, Fault] = {
     },
     **DQ_MUTATIONS,
     **{name: (PRESETS[preset], ROWS_PROBLEM, *change) for name, (preset, *change) in ROW_MUTATIONS.items()},
+    **{name: (PRESETS[preset], *change) for name, (preset, *change) in BIAS_MUTATIONS.items()},
 }
 
 

@@ -44,8 +44,9 @@ _ELEMENTS = {
         "to_float": "__half2float",
         "tolerance": "0.002",
     },
+    "fp32": {"element_header": "", "element_type": "float", "from_float": "", "to_float": ""},
 }
-"""The example's C++ names of each dtype, and the relative L2 error it allows."""
+"""The example's C++ names of each dtype, and the relative L2 error it allows; the last one is a bias' alone."""
 
 
 @for_problem(EXAMPLE_SHAPE)
@@ -208,6 +209,7 @@ def _contents(problem: Problem, source: Source, arch: str, measurement: Mapping[
         "nvcc_flags": f"-O3 -std=c++17 {gencode}",
         "measurement": measurement,
         **_ELEMENTS[problem.dtype],
+        "bias_element": _ELEMENTS[problem.bias_dtype] if problem.bias else None,
     }
     header = (TEMPLATES / "common" / "interface.h").read_text(encoding="utf-8")
     files = {f"{source.name}.cu": source.text, HEADER: header}

@@ -35,7 +35,8 @@ def main(library: str, problem_json: str) -> None:
         torch.empty_like(inputs.v),
         scale=problem.softmax_scale,
         features=inputs.features,
-        **inputs.of_rows(),
+        **inputs.read(),
+        **inputs.written(),
     )
     launch()  # loads the module, which is not the kernel's time
     torch.cuda.synchronize()

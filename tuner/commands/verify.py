@@ -99,6 +99,10 @@ class Check:
             table.add_column(gradient, justify="right")
             table.add_column("PyTorch", justify="right")
         names = [name for gradient in _GRADIENTS for name in (gradient, f"torch_{gradient}")]
+        if self.problem.bias_grad:
+            table.add_column("dbias", justify="right")
+            table.add_column("PyTorch", justify="right")
+            names += ["dbias", "torch_dbias"]
         if self.problem.sink:
             table.add_column("dsink", justify="right")
             names.append("dsink")

@@ -42,16 +42,16 @@ def prepared(name: str, problem: Problem, inputs: Inputs, direction: str) -> Cal
 
     attention = _ours(problem, inputs) if name == BEST else _pytorchs(name, problem, inputs)
     tensors = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
-    if inputs.sink is not None:
-        tensors.append(inputs.sink.detach().requires_grad_())
+    besides = {"sink": inputs.sink, "bias": inputs.bias if inputs.bias_grad else None}
+    learned = {name: tensor.detach().requires_grad_() for name, tensor in besides.items() if tensor is not None}
     gradients = (inputs.dout,) if inputs.dlse is None else (inputs.dout, inputs.dlse)
 
     def run() -> None:
         mode = torch_attention.deterministic_algorithms() if problem.deterministic else contextlib.nullcontext()
         with torch.enable_grad(), mode:
-            outputs = attention(*tensors)
+            outputs = attention(*tensors, **learned)
             if direction == BOTH:
-                torch.autograd.grad(outputs, tensors, gradients)
+                torch.autograd.grad(outputs, [*tensors, *learned.values()], gradients)
 
     return run
 
@@ -79,13 +79,16 @@ def _pytorchs(name: str, problem: Problem, inputs: Inputs) -> Callable[..., tupl
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if not inputs.features.plain or problem.lse_grad or problem.sink:
+    masked = problem.causal and inputs.bias is not None
+    if not inputs.features.plain or problem.lse_grad or problem.sink or masked:
         raise UsageError(f"PyTorch's function has no {problem.features_label}")
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = inputs.bias
+    ) -> tuple[torch.Tensor, ...]:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == FLASH else contextlib.nullcontext():
             grouped = problem.heads_q != problem.heads_kv
-            return (F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=grouped),)
+            return (F.scaled_dot_product_attention(q, k, v, bias, is_causal=problem.causal, enable_gqa=grouped),)
 
     return call
 
@@ -102,14 +105,19 @@ def _ours(problem: Problem, inputs: Inputs) -> Callable[..., tuple[torch.Tensor,
         "softcap": features.softcap,
         "deterministic": problem.deterministic,
         "return_lse": problem.lse_grad,
+        "alibi_slopes": features.alibi_slopes,
     }
     sequences = features.sequences
     if sequences is None:
 
         def whole(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None = None
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            sink: torch.Tensor | None = None,
+            bias: torch.Tensor | None = inputs.bias,
         ) -> tuple[torch.Tensor, ...]:
-            found = attention(q, k, v, sink=sink, **options)
+            found = attention(q, k, v, sink=sink, bias=bias, **options)
             return found if problem.lse_grad else (found,)
 
         return whole

@@ -13,6 +13,7 @@ from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -236,8 +237,17 @@ class _GpuBench:
                 raise KernelError(f"PyTorch has no fused backward of {problem.label}")
             tensors = inputs.q, inputs.k, inputs.v
             causal, scale = problem.causal, problem.softmax_scale
-            forward = torch_attention.forward(*tensors, causal, scale, inputs.features, default, inputs.sink)
-        elif inputs.features.plain:
+            forward = torch_attention.forward(
+                *tensors,
+                causal,
+                scale,
+                inputs.features,
+                default,
+                sink=inputs.sink,
+                bias=inputs.bias,
+                bias_grad=inputs.bias_grad,
+            )
+        elif inputs.features.plain and inputs.bias is None:
             forward = PEERS[name].forward(inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
         elif name == "fa" and (flash := self._default(problem, inputs)) in (FLASH, FLASH_WINDOW):
             tensors = inputs.q, inputs.k, inputs.v
@@ -259,7 +269,7 @@ class _Arena:
 
     def __init__(self, problem: Problem, inputs: Inputs) -> None:
         self._problem, self._inputs = problem, inputs
-        self._of_rows = inputs.of_rows()
+        self._besides = inputs.written()
         self._outputs = [torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v)]
         self._workspace = torch.empty(0, dtype=torch.uint8, device=inputs.q.device)
 
@@ -270,6 +280,7 @@ class _Arena:
         )
         if self._workspace.numel() < needed:
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=inputs.q.device)
+        besides: dict[str, Any] = {**inputs.read(), **self._besides}
         launch = kernel.prepare(
             inputs.q,
             inputs.k,
@@ -281,7 +292,7 @@ class _Arena:
             scale=problem.softmax_scale,
             features=inputs.features,
             workspace=self._workspace,
-            **self._of_rows,
+            **besides,
         )
         return Timed(launch, self.poison, launch.cycles if kernel.counts_cycles else None)
 
@@ -293,4 +304,4 @@ class _Arena:
         return all(bool(output.isfinite().all()) for output in self._written())
 
     def _written(self) -> list[torch.Tensor]:
-        return [*self._outputs, *(tensor for name, tensor in self._of_rows.items() if name == "dsink")]
+        return [*self._outputs, *self._besides.values()]

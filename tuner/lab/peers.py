@@ -76,7 +76,7 @@ def pytorchs_default(problem: Problem, inputs: Inputs) -> str:
 
     with torch.enable_grad():  # what a training step has: the dispatcher looks at it
         q, k, v = (tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
-        name = forwards.choose(
-            q, k, v, problem.causal, problem.softmax_scale, inputs.features, enable_gqa=True, kernel=False
-        )
+        bias_dtype = None if inputs.bias is None else inputs.bias.dtype
+        plain = (q, k, v, problem.causal, problem.softmax_scale, inputs.features)
+        name = forwards.choose(*plain, enable_gqa=True, kernel=False, bias_dtype=bias_dtype)
     return NO_FUSED_BACKWARD if name == forwards.MATH else name

@@ -186,7 +186,8 @@ FEATURED = (
     Problem.parse("8_16_4096_64", dtype="fp16", window_left=9, causal=True, varlen=True, deterministic=True),
     Problem.parse("8_16_4096_64", causal=True, lse_grad=True),
     Problem.parse("8_16_4096_64", causal=True, bottom_right=True, sink=True, lse_grad=True),
-    Problem.parse("8_16_4096_64", dtype="fp16", window_left=9, varlen=True, sink=True),
+    Problem.parse("8_16_4096_64", dtype="fp16", window_left=9, varlen=True, sink=True, alibi=True),
+    Problem.parse("8_16_4096_64", causal=True, alibi=True, bias="1_H_S", bias_dtype="fp32", bias_grad=True),
 )
 KINDS = pytest.mark.parametrize(
     ("problem", "preset"),
@@ -259,7 +260,13 @@ def test_the_example_accepts_a_right_kernel(example_on_host, problem, preset):
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert (len(lines), lines[-1]) == (7 if problem.varlen else 6, "PASSED")
-    for gradient in ("dQ", "dK", "dV", *(("dSink",) if problem.sink else ())):
+    for gradient in (
+        "dQ",
+        "dK",
+        "dV",
+        *(("dSink",) if problem.sink else ()),
+        *(("dBias",) if problem.bias_grad else ()),
+    ):
         assert all(f"  {gradient} 0.00" in line for line in lines[1:-1])
 
 

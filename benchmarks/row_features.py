@@ -83,17 +83,10 @@ def timed(problem: Problem, kernel: Kernel) -> Timed:
     """A kernel with inputs and outputs of its own."""
     inputs = make_inputs(Case(problem, "normal"), torch.device("cuda"))
     launch = kernel.prepare(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.forward.output,
-        inputs.dout,
-        inputs.forward.lse,
-        *(torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v)),
+        **inputs.read(),
+        **inputs.outputs(),
         scale=problem.softmax_scale,
         features=inputs.features,
-        **inputs.read(),
-        **inputs.written(),
     )
     return Timed(launch)
 

@@ -92,19 +92,25 @@ class Inputs:
     bias_grad: bool = False
 
     def read(self) -> dict[str, torch.Tensor]:
-        """What `Kernel.prepare` is given to read, besides what every kernel is given."""
+        """The tensors that a kernel reads, by the names that `Kernel.prepare` has for them."""
+        found = {"q": self.q, "k": self.k, "v": self.v, "dout": self.dout}
+        found |= {"o": self.forward.output, "lse": self.forward.lse}
         slopes = self.features.alibi_slopes
-        found = {"dlse": self.dlse, "sink": self.sink, "bias": self.bias, "alibi_slopes": slopes}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        besides = {"dlse": self.dlse, "sink": self.sink, "bias": self.bias, "alibi_slopes": slopes}
+        return found | {name: tensor for name, tensor in besides.items() if tensor is not None}
 
     def written(self) -> dict[str, torch.Tensor]:
-        """What it writes besides, with any content."""
-        found = {}
+        """For each tensor that it writes, by such a name, one that it is allocated like."""
+        found = {"dq": self.q, "dk": self.k, "dv": self.v}
         if self.sink is not None:
-            found["dsink"] = torch.empty_like(self.sink)
+            found["dsink"] = self.sink
         if self.bias is not None and self.bias_grad:
             found["dbias"] = torch.empty_like(self.bias, memory_format=torch.contiguous_format)
         return found
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """What it writes, allocated, with any content."""
+        return {name: torch.empty_like(tensor) for name, tensor in self.written().items()}
 
     def gradients_of(self, forward: torch_attention.Forward) -> tuple[torch.Tensor, ...]:
         """All gradients by the backward of a forward of PyTorch's, dsink last."""

@@ -250,12 +250,9 @@ def _refuse_other_bits(first: dict[str, torch.Tensor], again: dict[str, torch.Te
 def _run(kernel: Kernel, one: _Prepared) -> dict[str, torch.Tensor]:
     """A kernel's gradients, by name: it runs once into poisoned buffers, and must leave everything else alone."""
     inputs = one.inputs
-    kept = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout}
-    kept |= {"o": inputs.forward.output, "lse": inputs.forward.lse}
-    kept |= inputs.read()
+    kept = inputs.read()
     given = {name: tensor.clone() for name, tensor in kept.items()}  # the next candidate's inputs are out of reach
-    outputs = {name: _Guarded.like(given[name[1:]]) for name in GRADIENTS}
-    outputs |= {name: _Guarded.like(tensor) for name, tensor in inputs.written().items()}
+    outputs = {name: _Guarded.like(tensor) for name, tensor in inputs.written().items()}
     sizes = one.case.problem
     workspace = _Guarded.flat(
         kernel.workspace_bytes(

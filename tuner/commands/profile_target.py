@@ -24,19 +24,10 @@ def main(library: str, problem_json: str) -> None:
     problem = Problem(**json.loads(problem_json))
     inputs = make_inputs(Case(problem, "normal"), torch.device("cuda"))
     launch = Kernel.load(Path(library)).prepare(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.forward.output,
-        inputs.dout,
-        inputs.forward.lse,
-        torch.empty_like(inputs.q),
-        torch.empty_like(inputs.k),
-        torch.empty_like(inputs.v),
+        **inputs.read(),
+        **inputs.outputs(),
         scale=problem.softmax_scale,
         features=inputs.features,
-        **inputs.read(),
-        **inputs.written(),
     )
     launch()  # loads the module, which is not the kernel's time
     torch.cuda.synchronize()

@@ -13,7 +13,6 @@ from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -269,8 +268,7 @@ class _Arena:
 
     def __init__(self, problem: Problem, inputs: Inputs) -> None:
         self._problem, self._inputs = problem, inputs
-        self._besides = inputs.written()
-        self._outputs = [torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v)]
+        self._outputs = inputs.outputs()
         self._workspace = torch.empty(0, dtype=torch.uint8, device=inputs.q.device)
 
     def timed(self, kernel: Kernel) -> Timed:
@@ -280,28 +278,18 @@ class _Arena:
         )
         if self._workspace.numel() < needed:
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=inputs.q.device)
-        besides: dict[str, Any] = {**inputs.read(), **self._besides}
         launch = kernel.prepare(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            inputs.forward.output,
-            inputs.dout,
-            inputs.forward.lse,
-            *self._outputs,
+            **inputs.read(),
+            **self._outputs,
             scale=problem.softmax_scale,
             features=inputs.features,
             workspace=self._workspace,
-            **besides,
         )
         return Timed(launch, self.poison, launch.cycles if kernel.counts_cycles else None)
 
     def poison(self) -> None:
-        for output in self._written():
+        for output in self._outputs.values():
             output.fill_(float("nan"))
 
     def written(self) -> bool:
-        return all(bool(output.isfinite().all()) for output in self._written())
-
-    def _written(self) -> list[torch.Tensor]:
-        return [*self._outputs, *self._besides.values()]
+        return all(bool(output.isfinite().all()) for output in self._outputs.values())

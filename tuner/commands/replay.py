@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ..search.replay import ModelQuality, Replay
     from ..search.sweep import Sweep
 
+    _Row = tuple[str, Sweep, list[Replay], ModelQuality]
+
 
 @for_shapes
 def command(
@@ -89,7 +91,7 @@ def command(
         }
         for name, sweep, found, quality in rows
     ]
-    print_result(data, [_table(rows)], as_json)
+    print_result(data, [_table(rows), _models(rows)], as_json)
 
 
 def _stored(problem: Problem, database: str | None) -> Sweep:
@@ -100,21 +102,31 @@ def _stored(problem: Problem, database: str | None) -> Sweep:
         return sweep_of(store.show(problem))
 
 
-def _table(rows: list[tuple[str, Sweep, list[Replay], ModelQuality]]) -> Table:
+def _table(rows: list[_Row]) -> Table:
     from rich.table import Table
 
-    models = ("rank correlation", "of the top tenth", "spill AUC")
-    table = Table("sweep", "sampler", "decided", "median gap", "within 1 %", *models)
-    for name, _, found, quality in rows:
+    table = Table("sweep", "sampler", "decided", "median gap", "within 1 %")
+    for name, _, found, _ in rows:
         for one in found:
-            table.add_row(
-                name,
-                one.sampler,
-                f"{statistics.mean(one.decided):.1f}",
-                f"{one.median_gap:.2%}",
-                f"{one.share_within_1_percent:.0%}",
-                f"{quality.rank_correlation:.2f}",
-                f"{quality.top_decile_rank_correlation:.2f}",
-                "-" if quality.spill_auc is None else f"{quality.spill_auc:.2f}",
-            )
+            gaps = (f"{one.median_gap:.2%}", f"{one.share_within_1_percent:.0%}")
+            table.add_row(name, one.sampler, f"{statistics.mean(one.decided):.1f}", *gaps)
+    return table
+
+
+def _models(rows: list[_Row]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        "sweep", "rank correlation: cost model", "learned", "top tenth: cost model", "learned", "ceiling", "spill AUC"
+    )
+    for name, _, _, quality in rows:
+        figures = (
+            quality.rank_correlation,
+            quality.learned_rank_correlation,
+            quality.top_decile_rank_correlation,
+            quality.learned_top_decile_rank_correlation,
+            quality.top_decile_ceiling,
+            quality.spill_auc,
+        )
+        table.add_row(name, *("-" if figure is None else f"{figure:.2f}" for figure in figures))
     return table

@@ -18,6 +18,8 @@ from ...gen.device import Device
 from ...gen.families import Config
 from ...gen.problem import BIAS, FLAGS, Problem, distance
 from .cost_model import predict
+from .encoding import places
+from .residual import feature_sizes, features
 
 Floats = NDArray[np.float64]
 
@@ -67,17 +69,18 @@ class KnownResiduals:
     """What others have shown of a family's residual.
 
     Attributes:
-        configs: n configurations.
+        rows: (n, columns) configurations, as `residual.features` has them.
         residuals: (n,) logarithms of measured over predicted times, each about the median of its problem.
         problems: (n,) places in `History.distances`; 0 is the problem that is searched.
     """
 
-    configs: tuple[Config, ...]
+    rows: Floats
     residuals: Floats
     problems: NDArray[np.int64]
 
-
-NO_RESIDUALS = KnownResiduals((), np.zeros(0), np.zeros(0, dtype=np.int64))
+    def none(self) -> KnownResiduals:
+        """The first none of them."""
+        return KnownResiduals(self.rows[:0], self.residuals[:0], self.problems[:0])
 
 
 class History:
@@ -106,9 +109,9 @@ class History:
         emulate: str | None = None,
     ) -> None:
         others = sorted(others, key=lambda one: apart((problem, device), (one.problem, one.device)))
-        places = [(problem, device), *((one.problem, one.device) for one in others)]
-        self.distances = np.array([[apart(one, other) for other in places] for one in places])
-        self.distances += _OTHER_CONDITIONS * (1 - np.eye(len(places)))
+        where = [(problem, device), *((one.problem, one.device) for one in others)]
+        self.distances = np.array([[apart(one, other) for other in where] for one in where])
+        self.distances += _OTHER_CONDITIONS * (1 - np.eye(len(where)))
         self._residuals = [_residuals(one, emulate) for one in others]
         self._others = others
         same = [
@@ -124,18 +127,20 @@ class History:
 
     def residuals(self, family: str) -> KnownResiduals:
         """What is known of a family: of the nearest problems first, and in each from its quickest to its slowest."""
-        found: list[tuple[Config, float, int]] = []
+        rows = [np.zeros((0, sum(feature_sizes(family))))]
+        values: list[float] = []
+        problems: list[int] = []
         for place, (other, residuals) in enumerate(zip(self._others, self._residuals, strict=True), 1):
             mine = [config for config in sorted(residuals, key=other.costs.__getitem__) if config.family == family]
-            room = (MOST - len(found) + 1) // 2 if place < len(self._others) else MOST - len(found)
+            left = MOST - len(values)
+            room = (left + 1) // 2 if place < len(self._others) else left
             if len(mine) > room:
                 mine = [mine[round(number)] for number in np.linspace(0, len(mine) - 1, room)]
-            found += [(config, residuals[config], place) for config in mine]
-        return KnownResiduals(
-            tuple(config for config, _, _ in found),
-            np.array([residual for _, residual, _ in found]),
-            np.array([place for _, _, place in found], dtype=np.int64),
-        )
+            if mine:
+                rows.append(features(other.problem, other.device, mine, places(mine)))
+                values += [residuals[config] for config in mine]
+                problems += [place] * len(mine)
+        return KnownResiduals(np.concatenate(rows), np.array(values), np.array(problems, dtype=np.int64))
 
 
 def apart(one: tuple[Problem, Device], other: tuple[Problem, Device]) -> float:

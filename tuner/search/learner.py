@@ -20,10 +20,11 @@ from ...gen.device import Device
 from ...gen.families import FAMILIES, Config
 from ...gen.problem import Problem
 from .cost_model import predict
-from .encoding import Indices, Space, one_hot, places, sizes
-from .history import NO_RESIDUALS, History, KnownResiduals
+from .encoding import Indices, Space
+from .history import History
 from .refusals import Refusals, features
-from .residual import Residual
+from .residual import Residual, feature_sizes
+from .residual import features as residual_features
 
 Floats = NDArray[np.float64]
 
@@ -34,9 +35,11 @@ _SHORTLIST = 512  # of each family's pool, by what is expected: how sure of that
 
 _OTHERS = 0.02  # what a time of another search has scattered by: its clock was another at each
 
-_SLOW = 0.02  # so much of how many times (as a logarithm) it takes the fastest's time a slow outcome may be off besides
+_SLOW = 0.08  # so much of how many times (as a logarithm) it takes the fastest's time a slow outcome may be off besides
 
 _TO_DOUBT = 5  # outcomes that may show others' to be misleading
+
+_SPREAD = 3.0  # standard deviations below the mean: what counts while there is no outcome
 
 _GROWN = 1.25  # what takes a while is learned anew when there are so many times the outcomes
 
@@ -90,6 +93,7 @@ class Prospects:
         self.refused = features(problem, device, self.history.refused)
         self._predicted: dict[int, float] = {}
         self._compile_features: dict[int, Floats] = {}
+        self._rows: dict[int, Floats] = {}
 
     def predicted(self, indices: Sequence[int] | Indices) -> Floats:
         """Of each the logarithm of the cycles that the cost model predicts."""
@@ -109,8 +113,13 @@ class Prospects:
         return np.array([self._compile_features[index] for index in indices]).reshape(-1, self.passed.shape[1])
 
     def rows(self, family: str, indices: Sequence[int] | Indices) -> Floats:
-        """Of each of a family's configurations a 1 for its choice of each parameter, else 0."""
-        return one_hot(family, self.space.places[np.asarray(indices, dtype=np.int64)])
+        """A row of `residual.features` for each of a family's configurations."""
+        new = [index for index in indices if index not in self._rows]
+        if new:
+            configs = [self.space.configs[index] for index in new]
+            found = residual_features(self.problem, self.device, configs, self.space.places[new])
+            self._rows.update(zip(new, found, strict=True))
+        return np.array([self._rows[index] for index in indices]).reshape(-1, sum(feature_sizes(family)))
 
 
 class _Family:
@@ -118,8 +127,8 @@ class _Family:
 
     def __init__(self, name: str, prospects: Prospects, pool: Indices) -> None:
         self.name, self._prospects = name, prospects
-        self.residual = Residual(sizes(name), prospects.history.distances)
-        self._take_others(prospects.history.residuals(name))
+        self.residual = Residual(feature_sizes(name), prospects.history.distances)
+        self._others = prospects.history.residuals(name)
         self._expected: dict[int, float] = {}  # of outcomes, before they came
         self.pool = pool
         self._predicted, self._rows = prospects.predicted(pool), prospects.rows(name, pool)
@@ -128,8 +137,8 @@ class _Family:
         self._learned_of = 0
         self._surprise = 1.0
         self._mean = self._predicted
-        if self._others.configs:
-            self._learned_of = len(self._others.configs)
+        if len(self._others.problems):
+            self._learned_of = len(self._others.problems)
             self._learn({}, {}, learn=True)
 
     def extend(self, indices: Indices) -> None:
@@ -149,30 +158,27 @@ class _Family:
             return
         self._known = dict(residuals)
         self._doubt_others(residuals)
-        learn = len(residuals) + len(self._others.configs) >= _GROWN * self._learned_of
+        learn = len(residuals) + len(self._others.problems) >= _GROWN * self._learned_of
         if learn:
-            self._learned_of = len(residuals) + len(self._others.configs)
+            self._learned_of = len(residuals) + len(self._others.problems)
         self._learn(residuals, slowness, learn=learn)
 
     def _doubt_others(self, residuals: Mapping[int, float]) -> None:
         """Forgets others where outcomes are further from what was expected of them than from the predicted times."""
-        if not self._others.configs:
+        if not len(self._others.problems):
             return
         new = [index for index in residuals if index not in self._expected]
         expected = self.residual.mean(self._prospects.rows(self.name, new))
         self._expected.update(zip(new, expected, strict=True))
         got = np.array(list(residuals.values()))
         if len(got) >= _TO_DOUBT and np.std(got - [self._expected[index] for index in residuals]) > np.std(got):
-            self._take_others(NO_RESIDUALS)
+            self._others = self._others.none()
             self._learned_of = 0
-
-    def _take_others(self, others: KnownResiduals) -> None:
-        self._others, self._others_rows = others, one_hot(self.name, places(others.configs))
 
     def _learn(self, residuals: Mapping[int, float], slowness: Mapping[int, float], *, learn: bool) -> None:
         others = self._others
         self.residual.know(
-            np.concatenate([self._prospects.rows(self.name, list(residuals)), self._others_rows]),
+            np.concatenate([self._prospects.rows(self.name, list(residuals)), self._others.rows]),
             np.concatenate([list(residuals.values()), others.residuals]),
             np.concatenate([[_SLOW * slowness[index] for index in residuals], np.full(len(others.residuals), _OTHERS)]),
             np.concatenate([np.zeros(len(residuals), dtype=np.int64), others.problems]),
@@ -180,6 +186,10 @@ class _Family:
         )
         self._surprise = self.residual.surprise()
         self._mean = self._predicted + self.residual.mean(self._rows)
+
+    def expected(self, indices: Sequence[int]) -> Floats:
+        """What is expected of some of the family (log cycles)."""
+        return self._prospects.predicted(indices) + self.residual.mean(self._prospects.rows(self.name, indices))
 
     def shortlist(self, untried: NDArray[np.bool_]) -> tuple[Indices, Floats]:
         """Places in the pool of those untried that are expected to be fastest, and what is expected (log cycles)."""
@@ -276,8 +286,10 @@ class Learner:
             places, mean = family.shortlist(untried)
             deviations = family.deviations(places, ahead[family.name])
             chances = family.chances(places, self._refusals)
-            # Nothing to improve on yet: the lowest bound, which spreads what is tried at once.
-            worth = np.exp(0.5 * deviations - mean) if best is None else _expected_improvement(mean, deviations, best)
+            if best is None:  # nothing to improve on yet: the lowest bound, so low that what is tried at once is spread
+                worth = np.exp(_SPREAD * deviations - mean)
+            else:
+                worth = _expected_improvement(mean, deviations, best)
             worths.append(worth * chances)
             picked += [(family, place, one, chance) for place, one, chance in zip(places, mean, chances, strict=True)]
         if not picked:  # the pool is used up
@@ -289,6 +301,16 @@ class Learner:
         if best is not None:
             gain = self._gain([picked[number] for number in best_first[: min(left, _FORESEEN)]], ahead, best)
         return Choice(int(family.pool[place]), gain)
+
+    def expected(self, measured: Mapping[int, float], asked: Sequence[int] | Indices) -> Floats:
+        """What configurations are expected to cost, after these costs: logarithms, in the unit of the costs."""
+        self.prepare()
+        self._know(measured)
+        found = np.zeros(len(asked))
+        for family in self._families:
+            mine = [place for place, index in enumerate(asked) if self._is_of(index, family)]
+            found[mine] = family.expected([asked[place] for place in mine])
+        return found + self._shift
 
     def _know(self, measured: Mapping[int, float]) -> float | None:
         """Takes outcomes; returns the logarithm of the best's predicted cycles and residual, where there is one."""

@@ -32,6 +32,9 @@ NOISE = 0.005
 """Standard deviation of a timing, relative to the time: what a seed's search sees of the recorded costs."""
 
 _FOLDS = 5
+_TIMINGS = 200  # pairs of them, which the ceiling is the mean of
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,20 @@ class ModelQuality:
     Attributes:
         rank_correlation: Spearman's, of the cost model's prediction and the time, over all timed rows.
         top_decile_rank_correlation: The same over the tenth that is predicted to be fastest.
+        learned_rank_correlation: The same as the first of what a learner expects of a fifth of the rows after the times
+            of the others.
+        learned_top_decile_rank_correlation: That over the tenth of which it expects to be fastest.
+        top_decile_ceiling: The rank correlation of two timings of these same rows, with the noise of a replay: a model
+            can hardly do better there.
         spill_auc: Area under the ROC curve of the prediction which rows the compiler gate refuses, cross-validated;
             None where all pass or none does.
     """
 
     rank_correlation: float
     top_decile_rank_correlation: float
+    learned_rank_correlation: float
+    learned_top_decile_rank_correlation: float
+    top_decile_ceiling: float
     spill_auc: float | None
 
     def to_dict(self) -> dict[str, float | None]:
@@ -147,17 +158,46 @@ def _outcomes(sweep: Sweep) -> Outcomes:
 
 
 def model_quality(sweep: Sweep) -> ModelQuality:
-    """How well the cost model orders a sweep, and how well refusals can be told."""
-    from scipy.stats import spearmanr
-
+    """How well the models order a sweep, and how well refusals can be told."""
     predicted = np.array([predict(sweep.problem, row.config, sweep.device).cycles for row in sweep.timed])
-    cost = np.array([row.cost for row in sweep.timed])
-    top = np.argsort(predicted, kind="stable")[: max(len(predicted) // 10, 3)]
+    cost = np.array([row.cost for row in sweep.timed], dtype=np.float64)
+    learned = _learned(sweep, cost)
     return ModelQuality(
-        float(spearmanr(predicted, cost).statistic),
-        float(spearmanr(predicted[top], cost[top]).statistic),
+        _rank_correlation(predicted, cost),
+        _rank_correlation(*_top(predicted, cost)),
+        _rank_correlation(learned, cost),
+        _rank_correlation(*_top(learned, cost)),
+        _ceiling(_top(learned, cost)[1]),
         _spill_auc(sweep),
     )
+
+
+def _rank_correlation(one: Floats, other: Floats) -> float:
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(one, other).statistic)
+
+
+def _top(predicted: Floats, cost: Floats) -> tuple[Floats, Floats]:
+    """Of the tenth that is predicted to be fastest what is predicted, and the cost."""
+    top = np.argsort(predicted, kind="stable")[: max(len(predicted) // 10, 3)]
+    return predicted[top], cost[top]
+
+
+def _learned(sweep: Sweep, cost: Floats) -> Floats:
+    """What is expected of each timed row after those of the other folds."""
+    prospects = Prospects(sweep.problem, [row.config for row in sweep.timed], sweep.device)
+    found = np.zeros(len(cost))
+    for asked in _folds(len(cost)):
+        known = {int(index): float(cost[index]) for index in np.flatnonzero(~asked)}
+        found[asked] = Learner(prospects, seed=0).expected(known, np.flatnonzero(asked))
+    return found
+
+
+def _ceiling(cost: Floats) -> float:
+    random = np.random.default_rng(0)
+    pairs = cost * np.exp(random.normal(0, NOISE, (_TIMINGS, 2, len(cost))))
+    return float(np.mean([_rank_correlation(one, other) for one, other in pairs]))
 
 
 def _decided(proposals: Proposals, costs: dict[Config, float], total: int, min_gain: float) -> list[Config]:

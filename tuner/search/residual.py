@@ -11,32 +11,68 @@ parameter, which is too slow between two candidates of a search.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import LinAlgError, cho_solve, cholesky, solve_triangular
 from scipy.optimize import minimize
+
+from ...gen.device import Device
+from ...gen.families import Config
+from ...gen.problem import Problem
+from .encoding import Places, one_hot, sizes
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 # Standard deviations of the logarithm of time, and the weight of a parameter that differs: what is expected before any
 # outcome, and (as logarithms) how sure of that one may be. Chosen by `tuner replay` over the recorded sweeps.
-_SCALE, _SURE_OF_SCALE = 0.1, 0.5
+_SCALE, _SURE_OF_SCALE = 0.15, 0.5
 _NOISE, _SURE_OF_NOISE = 0.006, 0.7
 _WEIGHT, _SURE_OF_WEIGHT = 0.1, 1.5
 _OFFSET = 0.1  # of a family as a whole
 _FADING, _SURE_OF_FADING = 0.05, 1.0  # of what one problem shows for another: 5 % a doubling of a length
 
+_BLOCKS, _REGISTERS, _REGISTERS_A_STEP = 9, 16, 16  # values of `features`: so many blocks or more, and so many steps
+
 _STEPS = 15  # of the search for the likeliest weights
 _ENOUGH = 6  # outcomes to learn weights from
+
+
+def features(problem: Problem, device: Device, configs: Sequence[Config], rows: Places) -> Floats:
+    """What configurations of one family have in common: for `Residual`, a row each.
+
+    Beside the choices of parameters it is what follows from several of them and the cost model takes for exact: how
+    many blocks share an SM, and how many registers a thread needs, both of the first gate's estimate.
+
+    Args:
+        problem: What is computed.
+        device: The card.
+        configs: The configurations, one at least.
+        rows: Their `encoding.places`.
+    """
+    needs = [config.estimate(problem) for config in configs]
+    blocks = np.array([device.blocks_per_sm(**vars(one)) for one in needs])
+    registers = np.array([one.registers for one in needs])
+    derived = np.zeros((len(configs), _BLOCKS + _REGISTERS))
+    each = np.arange(len(configs))
+    derived[each, np.clip(blocks, 0, _BLOCKS - 1)] = 1.0
+    derived[each, _BLOCKS + np.clip(registers // _REGISTERS_A_STEP, 0, _REGISTERS - 1)] = 1.0
+    return np.concatenate([one_hot(configs[0].family, rows), derived], axis=1)
+
+
+def feature_sizes(family: str) -> list[int]:
+    """How many values each of a family's `features` has."""
+    return [*sizes(family), _BLOCKS, _REGISTERS]
 
 
 class Residual:
     """A process over the configurations of one family.
 
     Args:
-        sizes: How many choices each parameter has. A configuration is a row that has a 1 for its choice of each
-            parameter, one after another, else 0.
+        sizes: How many values each feature has. A configuration is a row that has a 1 for its value of each feature,
+            one after another, else 0.
         distances: (p, p) how far apart each two problems are; problem 0 is the one that is asked about. None: there is
             no other. What one shows holds for another in part, exponentially less with the distance, and how much less
             is learned.

@@ -28,7 +28,9 @@ def test_json_has_the_sampler_and_random_ones(small: Path, capsys: pytest.Captur
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["sampler"], row["median_gap"], row["share_within_1_percent"]) == ("exhaustive", 0.0, 1.0)
     assert row["random"]["sampler"] == "random"
-    assert set(row["model"]) == {"rank_correlation", "top_decile_rank_correlation", "spill_auc"}
+    correlations = {"rank_correlation", "top_decile_rank_correlation"}
+    learned = {f"learned_{name}" for name in correlations}
+    assert set(row["model"]) == correlations | learned | {"top_decile_ceiling", "spill_auc"}
     assert row["without_head_start"]
 
 

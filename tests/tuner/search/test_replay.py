@@ -20,7 +20,9 @@ from bwdtune.tuner.search.replay import model_quality, replay
 from bwdtune.tuner.search.sweep import Sweep, SweepRow, merged, stratified
 
 PROBLEM = Problem.parse("8_16_4096_128", causal=True)
-SWEEPS = sorted((Path(__file__).resolve().parents[3] / "benchmarks" / "sweeps").glob("*.json"))
+ROOT = Path(__file__).resolve().parents[3]
+SWEEPS = sorted((ROOT / "benchmarks" / "sweeps").glob("*.json"))
+DOCUMENT = ROOT / "docs" / "search.md"
 SEEDS = range(50)
 
 
@@ -105,9 +107,29 @@ def test_a_time_beats_a_refusal_of_the_same_configuration() -> None:
 def test_the_quality_of_the_models_is_told(sweep: Sweep) -> None:
     quality = model_quality(sweep)
     assert quality.rank_correlation > 0.5
+    assert quality.learned_rank_correlation > quality.rank_correlation
+    assert quality.learned_top_decile_rank_correlation > quality.top_decile_rank_correlation
+    assert quality.learned_top_decile_rank_correlation <= quality.top_decile_ceiling <= 1
     assert quality.spill_auc is not None
     assert 0.7 < quality.spill_auc <= 1
     assert json.dumps(quality.to_dict())
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_the_models_are_as_good_as_the_document_says(path: Path) -> None:
+    name = path.stem.removeprefix("h200_")
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith(f"| {name} |") and "%" not in line]
+    told = [float(cell) for line in lines for cell in line.strip("| ").split(" | ")[1:]]
+    quality = model_quality(Sweep.read(path))
+    found = [
+        quality.rank_correlation,
+        quality.learned_rank_correlation,
+        quality.top_decile_rank_correlation,
+        quality.learned_top_decile_rank_correlation,
+        quality.top_decile_ceiling,
+        quality.spill_auc,
+    ]
+    assert found == pytest.approx(told, abs=0.03)  # other versions of the libraries end a fit a little elsewhere
 
 
 @functools.cache
@@ -124,8 +146,9 @@ def test_the_best_of_a_recorded_sweep_is_found(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_over_the_recorded_sweeps_the_gap_is_at_most_half_of_random_choices() -> None:
-    assert sum(gap(path, "learned") for path in SWEEPS) <= sum(gap(path, "random") for path in SWEEPS) / 2
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_the_gap_of_a_recorded_sweep_is_at_most_half_of_random_choices(path: Path) -> None:
+    assert gap(path, "learned") <= gap(path, "random") / 2
 
 
 def test_head_starts_come_first(sweep: Sweep) -> None:

@@ -125,6 +125,11 @@ class KernelContext:
         return {"sums": "fp32", "ds": self.dtype, "dbias": self.bias_dtype}[self.dbias_place]
 
     @property
+    def has_transposed_scores(self) -> bool:
+        """Whether scores are computed as keys x queries, so that a lane has neighbouring queries of a key."""
+        return True
+
+    @property
     def walks_backwards(self) -> bool:
         """Whether query tiles are taken from the last to the first.
 

@@ -216,6 +216,10 @@ class MmaContext(KernelContext):
         return False
 
     @property
+    def has_transposed_scores(self) -> bool:
+        return False
+
+    @property
     def has_counters(self) -> bool:
         return self.deterministic
 

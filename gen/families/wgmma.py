@@ -29,7 +29,7 @@ _HEAD_DIMS = range(32, 128 + 1, 8)
 _SPLIT_HEAD_DIMS = range(128 + 8, 256 + 1, 8)
 _PANEL_COLUMNS = 64
 _WORKING_REGISTERS = 28
-_PREFETCH_SLACK = 24  # measured: with fewer to spare, ptxas spills a bias that is read ahead
+_PREFETCH_SLACK = 20  # measured: with fewer to spare, ptxas spills a bias that is read ahead
 
 
 def _of_split(name: str, value: Value, reason: str) -> Contradiction:
@@ -299,7 +299,7 @@ class WgmmaConfig(Config):
         if not problem.bias:
             return 0
         of_elements = problem.bias_grad and (problem.bias.endswith("S") or problem.deterministic)
-        return self.block_q * (3 if of_elements else 1) // 16
+        return self.block_q * ((4 if of_elements else 2) + problem.alibi) // 16
 
     def prefetches_bias(self, problem: Problem) -> bool:
         """Whether there are registers for a tile's bias while S is computed."""

@@ -732,7 +732,8 @@ BIAS_MUTATIONS: dict[str, tuple[str, Problem, str, str]] = {
         "(arguments.heads_q / arguments.heads_kv),",
     ),
     "another row's bias": ("v3", BIAS_PROBLEM, "min(query + query_step,", "min(query + query_step / 2,"),
-    "a row past the end": ("v3", STORED_BIAS_PROBLEM, "if (query > last_row_ ||", "if ("),
+    "a row past the end": ("v3", STORED_BIAS_PROBLEM, "if (query >= end_query_ ||", "if ("),
+    "lanes that swap the other half": ("w64lag", BIAS_PROBLEM, "(even ? second : first, 4)", "(even ? first : second, 4)"),
     "sums of dBias that are not cleared": (
         "t64",
         BIAS_PROBLEM,

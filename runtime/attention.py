@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..gen.errors import UsageError
 from ..gen.problem import BOTTOM_RIGHT, TOP_LEFT, UNLIMITED, Problem, visible_range
 from . import autograd, dispatch, forwards, math_attention
-from .call import DTYPE_NAMES, Call
+from .call import DTYPE_NAMES, Bias, Call
 from .dispatch import counters, notices
 from .dispatch.records import Cause
 from .features import PLAIN, Features, Sequences
@@ -151,8 +151,7 @@ def attention(
         relevant = (q, k, v, sink, bias, alibi_slopes)
         return _overridden(attention, relevant, q, k, v, is_causal, scale, enable_gqa, **options)
     _same_device(q=q, k=k, v=v, **_named_others(q, sink, bias, alibi_slopes))
-    limits = _limits(_one_window(window_size, window))
-    features = Features(limits, _aligned_bottom_right(alignment), _cap(softcap))
+    features = _features(_one_window(window_size, window), alignment, softcap)
     if q.dim() == k.dim() == 4:
         is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
     plain = features.plain and sink is None and not return_lse and bias is None and alibi_slopes is None
@@ -164,7 +163,8 @@ def attention(
     if alibi_slopes is not None:
         features = _with_slopes(features, alibi_slopes, q.shape[0], q.shape[1])
     scale_used = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None, *_of(bias))
+    of_bias = None if bias is None else Bias(bias.shape, bias.dtype, _needs_gradient(bias))
+    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None, of_bias)
     gradient = _needs_gradient(q, k, v, sink, bias)
     found = None
     if gradient and (forward := _forward_name(call, cast_q, cast_k, cast_v)):
@@ -397,11 +397,6 @@ def _is_mask(bias: torch.Tensor | None, q: torch.Tensor, causal: bool) -> bool:
     return bias is not None and bias.dtype == q.dtype and not causal
 
 
-def _of(bias: torch.Tensor | None) -> tuple[tuple[torch.Size, torch.dtype] | None, bool]:
-    """What `Call` says of a bias."""
-    return (None, False) if bias is None else ((bias.shape, bias.dtype), _needs_gradient(bias))
-
-
 def _with_slopes(features: Features, slopes: torch.Tensor, batch: int, heads: int) -> Features:
     if slopes.shape not in ((heads,), (batch, heads)) or not slopes.is_floating_point():
         raise ValueError(
@@ -439,6 +434,11 @@ def _limits(window: tuple[int, int]) -> tuple[int, int]:
     return window[0], window[1]
 
 
+def _features(window: tuple[int, int], alignment: str, softcap: float) -> Features:
+    limits, bottom_right, cap = _limits(window), _aligned_bottom_right(alignment), _cap(softcap)
+    return Features(limits, bottom_right, cap) if bottom_right or cap or limits != PLAIN.window else PLAIN
+
+
 def _check_lengths(name: str, starts: torch.Tensor, longest: int, rows: int) -> None:
     """Refuses lengths that do not fit, where looking at them is no wait for a GPU, or that wait is asked for."""
     if torch.compiler.is_compiling():
@@ -473,6 +473,8 @@ def _simplest(seqlen_q: int, seqlen_kv: int, causal: bool, features: Features) -
     window = (left, UNLIMITED if causal else right)
     masked = causal or window != PLAIN.window
     bottom_right = features.bottom_right and masked and seqlen_q != seqlen_kv
+    if window == features.window and bottom_right == features.bottom_right:
+        return causal, features
     # Not by `replace`, which torch.compile knows of late.
     return causal, Features(window, bottom_right, features.softcap, features.sequences)
 
@@ -522,8 +524,7 @@ def problem_of(
     The arguments are those of `attention`.
     """
     _same_device(q=q, k=k, v=v, **_named_others(q, sink, bias, alibi_slopes))
-    limits = _limits(_one_window(window_size, window))
-    features = Features(limits, _aligned_bottom_right(alignment), _cap(softcap))
+    features = _features(_one_window(window_size, window), alignment, softcap)
     if q.dim() == k.dim() == 4:
         is_causal, features = _simplest(q.shape[2], k.shape[2], is_causal, features)
     if (bias is not None or alibi_slopes is not None) and (reason := _shape_objection(q, k, v, enable_gqa)):
@@ -534,7 +535,8 @@ def problem_of(
     if alibi_slopes is not None:
         features = _with_slopes(features, alibi_slopes, q.shape[0], q.shape[1])
     scale_used = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None, *_of(bias))
+    of_bias = None if bias is None else Bias(bias.shape, bias.dtype, _needs_gradient(bias))
+    call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None, of_bias)
     try:
         return _admission(call, q, k, v)[1] or call.problem(q, k)
     except UsageError as error:  # a size that no problem can have

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,20 @@ from .kernel import BIAS_DTYPES, TORCH_DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 BIAS_DTYPE_NAMES = {dtype: name for name, dtype in BIAS_DTYPES.items()}
+
+
+class Bias(NamedTuple):
+    """A bias, besides its values.
+
+    Attributes:
+        shape: (B or 1, Hq or 1, Sq or 1, Skv).
+        dtype: Its element type.
+        gradient: Whether its gradient is wanted.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    gradient: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +42,7 @@ class Call:
         enable_gqa: See `attention`.
         return_lse: Whether the log-sum-exp is asked for too: a gradient may flow into it.
         sink: Whether sinks are given.
-        bias: The bias' shape, (B or 1, Hq or 1, Sq or 1, Skv), and its dtype; None where there is none.
-        bias_grad: Whether its gradient is wanted.
+        bias: What of a bias matters; None where there is none.
     """
 
     causal: bool
@@ -39,8 +52,12 @@ class Call:
     enable_gqa: bool
     return_lse: bool = False
     sink: bool = False
-    bias: tuple[torch.Size, torch.dtype] | None = None
-    bias_grad: bool = False
+    bias: Bias | None = None
+
+    @property
+    def bias_grad(self) -> bool:
+        """Whether there is a bias whose gradient is wanted."""
+        return self.bias is not None and self.bias.gradient
 
     @property
     def repeatable(self) -> bool:
@@ -62,9 +79,9 @@ class Call:
         left, right = self.features.limits(self.causal)
         biased: dict[str, Any] = {}
         if self.bias:
-            shape, dtype = self.bias
-            pattern = bias_pattern(shape, sizes[0], sizes[1], *sizes[3:5])
-            biased = {"bias": pattern, "bias_dtype": BIAS_DTYPE_NAMES[dtype], "bias_grad": self.bias_grad}
+            pattern = bias_pattern(self.bias.shape, sizes[0], sizes[1], *sizes[3:5])
+            dtype = BIAS_DTYPE_NAMES[self.bias.dtype]
+            biased = {"bias": pattern, "bias_dtype": dtype, "bias_grad": self.bias.gradient}
         return Problem(
             DTYPE_NAMES[q.dtype],
             *sizes,
@@ -82,16 +99,9 @@ class Call:
         )
 
     def forward_name(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kernel: bool) -> str:
-        """See `forwards.choose`."""
-        bias_dtype = self.bias[1] if self.bias else None
+        """See `forwards.choose`; with a bias `forwards.by_mask`."""
+        if self.bias:
+            return forwards.by_mask(q, k, self.causal, self.scale, self.features, self.bias.dtype)
         return forwards.choose(
-            q,
-            k,
-            v,
-            self.causal,
-            self.scale,
-            self.features,
-            enable_gqa=self.enable_gqa,
-            kernel=kernel,
-            bias_dtype=bias_dtype,
+            q, k, v, self.causal, self.scale, self.features, enable_gqa=self.enable_gqa, kernel=kernel
         )

@@ -60,9 +60,8 @@ class Features:
     @property
     def plain(self) -> bool:
         """Whether nothing is."""
-        if self.window != (UNLIMITED, UNLIMITED) or self.alibi_slopes is not None:
-            return False
-        return not (self.bottom_right or self.softcap or self.sequences)
+        unlimited = self.window == (UNLIMITED, UNLIMITED)
+        return unlimited and not (self.bottom_right or self.softcap or self.sequences or self.alibi_slopes is not None)
 
     def limits(self, causal: bool) -> tuple[int, int]:
         """The window's limits, where a causal mask is one to the right."""

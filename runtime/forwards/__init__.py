@@ -76,7 +76,6 @@ def choose(
     *,
     enable_gqa: bool,
     kernel: bool,
-    bias_dtype: torch.dtype | None = None,
 ) -> str:
     """The name of the forward for this input: one of the constants above.
 
@@ -92,13 +91,10 @@ def choose(
         features: The rest.
         enable_gqa: Whether Hkv may be a divisor of Hq.
         kernel: Whether a kernel of ours is the backward: where not, PyTorch's forward goes with PyTorch's backward.
-        bias_dtype: That of a bias that is added to the scores; None where there is none.
     """
-    if bias_dtype is not None or features.alibi_slopes is not None:
-        return by_mask(q, k, causal, scale, features, bias_dtype)
     if features.plain:
         return _plain(q, k, v, causal, scale, enable_gqa, kernel)
-    if kernel and q.is_cuda and _has_flash_3(q.device):
+    if kernel and q.is_cuda and features.alibi_slopes is None and _has_flash_3(q.device):
         uncapped = Features(features.window, features.bottom_right, 0.0, features.sequences)
         if by_mask(q, k, causal, scale, uncapped) in (FLASH, FLASH_WINDOW):
             return FLASH_3
@@ -113,7 +109,13 @@ def by_mask(
     features: Features,
     bias_dtype: torch.dtype | None = None,
 ) -> str:
-    """FlashAttention, or what of PyTorch's takes its place where it lacks the mask. See `choose` for the arguments."""
+    """FlashAttention, or what of PyTorch's takes its place where it lacks the mask.
+
+    See `choose` for the other arguments.
+
+    Args:
+        bias_dtype: That of a bias that is added to the scores; None where there is none.
+    """
     if not _fusible(q, k, scale) or features.alibi_slopes is not None:
         return MATH
     if not q.is_cuda:

@@ -51,9 +51,10 @@ def attention(
             *rows, *lengths, *options, *mask, call.deterministic, forward, sink, features.alibi_slopes
         )
         return output.transpose(0, 1)[None], lse[None]
-    found: _Tensors = torch.ops.bwdtune.attention(
-        q, k, v, *options, *mask, call.deterministic, forward, sink, bias, features.alibi_slopes
-    )
+    given: tuple[torch.Tensor | None, ...] = ()
+    if sink is not None or bias is not None or features.alibi_slopes is not None:  # each argument costs time
+        given = (sink, bias, features.alibi_slopes)
+    found: _Tensors = torch.ops.bwdtune.attention(q, k, v, *options, *mask, call.deterministic, forward, *given)
     return found
 
 
@@ -176,7 +177,7 @@ def _forward_backward(
     dq, dk, dv, *of_bias = math_attention.gradients(
         dout, q, k, v, out, lse, is_causal, scale, features, bias, bias_grad
     )
-    return (*_laid_out((dq, dk, dv), q, k, v), of_bias[0] if of_bias else q.new_empty(0))
+    return (*_laid_out((dq, dk, dv), q, k, v), of_bias[0] if of_bias else None)
 
 
 def _forward_varlen_backward(

@@ -48,8 +48,8 @@ bottom_right=False, softcap=0.0, deterministic=None, forward="flash", sink=None,
 ``bwdtune::backward`` and ``bwdtune::backward_varlen`` take what these have saved: the kernel that `dispatch.choose`
 names for the problem, else PyTorch's backward of that forward. Gradients have the strides of `torch.empty_like` of
 their inputs. Their last arguments are the gradient of ``lse``, the sinks, the bias, the slopes, and whether the bias'
-gradient is wanted; their last results are the gradients of sinks and, contiguous, of the bias, of no elements where
-there are none or it is not wanted. Packed sequences have no bias.
+gradient is wanted; their last results are the gradients of sinks and, contiguous, of the bias, None where there are
+none or it is not wanted. Packed sequences have no bias.
 """
 
 from __future__ import annotations

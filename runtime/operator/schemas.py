@@ -52,27 +52,27 @@ def _gradients(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _or_nothing(q: torch.Tensor, tensor: torch.Tensor | None, wanted: bool = True) -> torch.Tensor:
-    """A gradient of a tensor that may not be there: of no elements then."""
-    if tensor is None or not wanted:
-        return q.new_empty(0)
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
 def _backward(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> Any:
     *_, sink, bias, _, bias_grad = others
-    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
-    return *_gradients(dout, q, *others), dsink, _or_nothing(q, bias, bias_grad)
+    return *_gradients(dout, q, *others), _of_sinks(sink), _of_bias(bias, bias_grad)
 
 
 def _backward_varlen(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> Any:
     *_, sink, _ = others
-    return *_gradients(dout, q, *others), q.new_empty(0) if sink is None else torch.empty_like(sink)
+    return *_gradients(dout, q, *others), _of_sinks(sink)
 
 
 def _forward_backward(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> Any:
     *_, bias, _, bias_grad = others
-    return *_gradients(dout, q, *others), _or_nothing(q, bias, bias_grad)
+    return *_gradients(dout, q, *others), _of_bias(bias, bias_grad)
+
+
+def _of_sinks(sink: torch.Tensor | None) -> torch.Tensor | None:
+    return sink if sink is None else torch.empty_like(sink)
+
+
+def _of_bias(bias: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
+    return None if bias is None or not wanted else torch.empty_like(bias, memory_format=torch.contiguous_format)
 
 
 for _name, _fake in (
@@ -111,7 +111,8 @@ def _batched_backward(info: Any, in_dims: Sequence[int | None], *arguments: Any)
             )
             for i in range(info.batch_size)
         ]
-        return tuple(torch.stack(gradients) for gradients in zip(*each, strict=True)), (0,) * len(each[0])
+        gathered = (None if of_all[0] is None else torch.stack(of_all) for of_all in zip(*each, strict=True))
+        return tuple(gathered), tuple(None if gradient is None else 0 for gradient in each[0])
 
     def flat(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         if dim is None:

@@ -287,7 +287,10 @@ def test_without_gradients_there_is_only_a_forward(ours: Kernels) -> None:
     assert not ours.asked
 
 
-def test_a_kernel_that_fails_is_pytorchs_backward(ours: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_is_pytorchs_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python launches it; to the operator it is as one that there is none of."""
+    monkeypatch.setattr(attention_module, "_DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(operators, "ready", lambda: False)
     kind = {"bias": "1_H_S", "bias_dtype": "bf16", "bias_grad": True, "alibi": True}
     broken = Kernel.load(stub_library(head_dim=32, fault="ERROR_CODE", **kind))  # type: ignore[arg-type]
     monkeypatch.setattr(dispatch, "choose", lambda *_, **__: Choice(broken, "a stub"))
@@ -426,7 +429,7 @@ def choice(features: Features = PLAIN, dtype: torch.dtype | None = torch.bfloat1
     """Of the forward on a GPU."""
     with FakeTensorMode():
         q = torch.empty(batch, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
-        return forwards.choose(q, q, q, True, 0.125, features, enable_gqa=False, kernel=True, bias_dtype=dtype)
+        return forwards.by_mask(q, q, True, 0.125, features, dtype)
 
 
 def test_the_forward_of_a_bias_is_the_memory_efficient_one() -> None:

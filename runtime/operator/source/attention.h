@@ -32,7 +32,7 @@ using c10::SymInt;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Forwarded = std::tuple<Tensor, Tensor>;
-// dq, dk, dv, dsink and dbias: the last two of no elements where there are no sinks, or no gradient of a bias is wanted.
+// dq, dk, dv, dsink and dbias: the last two undefined where there are no sinks, or no gradient of a bias is wanted.
 using AllGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using GradientsOfBias = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using GradientsVarlen = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // without a bias, which packed sequences do not have
@@ -333,9 +333,8 @@ AllGradients gradients(
   if (biases.bias) call.bias = *biases.bias;
   if (biases.alibi_slopes) call.alibi_slopes = *biases.alibi_slopes;
   call.bias_grad = biases.bias_grad;
-  const auto or_nothing = [&](const Tensor& dbias) { return dbias.defined() ? dbias : at::empty({0}, q.options()); };
   const auto dsink_of_theirs = [&] {
-    if (!sink) return at::empty({0}, q.options());
+    if (!sink) return Tensor();
     static const auto python = find<Tensor(
         const Tensor&, const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&)>(
         "bwdtune::sink_gradient");
@@ -343,15 +342,15 @@ AllGradients gradients(
         *sink, out, plain_lse(call.lse, q, packed), dout, dlse, packed ? MaybeTensor(call.cu_seqlens_q) : std::nullopt);
   };
   if (!q.numel() || !k.numel()) {
-    const Tensor dbias = biases.bias_grad ? at::zeros_like(*biases.bias, std::nullopt, std::nullopt, std::nullopt,
+    Tensor dbias = biases.bias_grad ? at::zeros_like(*biases.bias, std::nullopt, std::nullopt, std::nullopt,
                                                            std::nullopt, at::MemoryFormat::Contiguous)
                                           : Tensor();
-    return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), dsink_of_theirs(), or_nothing(dbias)};
+    return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), dsink_of_theirs(), std::move(dbias)};
   }
   if (auto found = compute(call)) {
     auto& [dq, dk, dv, dbias] = *found;
     const Tensor dsink = sink ? call.dsink.to(sink->scalar_type()) : dsink_of_theirs();
-    return {std::move(dq), std::move(dk), std::move(dv), dsink, or_nothing(dbias)};
+    return {std::move(dq), std::move(dk), std::move(dv), dsink, std::move(dbias)};
   }
   auto [dq, dk, dv, dbias] = theirs(dout, v, out);
   if (dlse) {
@@ -364,7 +363,7 @@ AllGradients gradients(
   }
   if (biases.bias_grad) dbias = dbias.contiguous();
   return {
-      laid_out(std::move(dq), q), laid_out(std::move(dk), k), laid_out(std::move(dv), v), dsink_of_theirs(), or_nothing(dbias)};
+      laid_out(std::move(dq), q), laid_out(std::move(dk), k), laid_out(std::move(dv), v), dsink_of_theirs(), std::move(dbias)};
 }
 
 inline AllGradients backward(
@@ -471,7 +470,6 @@ using BackwardVarlen = GradientsVarlen(
     const MaybeTensor&, const Tensor&, const Tensor&, SymInt, SymInt, bool, double, int64_t, int64_t, bool, double, MaybeBool,
     c10::string_view, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&);
 
-// The last of the gradients is undefined where packed sequences have none.
 inline AllGradients call_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const MaybePacked& packed, const Mask& mask, MaybeBool deterministic,
@@ -505,8 +503,9 @@ struct Once : torch::autograd::Function<Once> {
     const Biases biases{bias, alibi_slopes, bias_grad};
     auto [dq, dk, dv, dsink, dbias] =
         call_backward(dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink, biases);
-    variable_list found = {dq, dk, dv, dsink};
-    if (dbias.defined()) found.push_back(dbias);
+    variable_list found = {dq, dk, dv};
+    for (const Tensor& gradient : {dsink, dbias})
+      if (gradient.defined()) found.push_back(gradient);
     return found;
   }
 
@@ -525,7 +524,8 @@ inline AllGradients backward_of(
   const auto found = apply<Once>(
       dout, q, k, v, out, lse, seed, offset, packed, mask, deterministic, which, dlse, sink, biases.bias, biases.alibi_slopes,
       biases.bias_grad);
-  return {found[0], found[1], found[2], found[3], found.size() > 4 ? found[4] : Tensor()};
+  const Tensor dbias = biases.bias_grad ? found.back() : Tensor();
+  return {found[0], found[1], found[2], sink ? found[3] : Tensor(), dbias};
 }
 
 inline AllGradients backward_autograd(

@@ -99,9 +99,8 @@ class Call:
         )
 
     def forward_name(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kernel: bool) -> str:
-        """See `forwards.choose`; with a bias `forwards.by_mask`."""
+        """See `forwards.choose`."""
+        options: dict[str, Any] = {"enable_gqa": self.enable_gqa, "kernel": kernel}
         if self.bias:
-            return forwards.by_mask(q, k, self.causal, self.scale, self.features, self.bias.dtype)
-        return forwards.choose(
-            q, k, v, self.causal, self.scale, self.features, enable_gqa=self.enable_gqa, kernel=kernel
-        )
+            options["bias_dtype"] = self.bias.dtype
+        return forwards.choose(q, k, v, self.causal, self.scale, self.features, **options)

@@ -76,6 +76,7 @@ def choose(
     *,
     enable_gqa: bool,
     kernel: bool,
+    bias_dtype: torch.dtype | None = None,
 ) -> str:
     """The name of the forward for this input: one of the constants above.
 
@@ -91,7 +92,10 @@ def choose(
         features: The rest.
         enable_gqa: Whether Hkv may be a divisor of Hq.
         kernel: Whether a kernel of ours is the backward: where not, PyTorch's forward goes with PyTorch's backward.
+        bias_dtype: That of a bias that is added to the scores; None where there is none.
     """
+    if bias_dtype is not None:
+        return by_mask(q, k, causal, scale, features, bias_dtype)
     if features.plain:
         return _plain(q, k, v, causal, scale, enable_gqa, kernel)
     if kernel and q.is_cuda and features.alibi_slopes is None and _has_flash_3(q.device):
@@ -109,13 +113,7 @@ def by_mask(
     features: Features,
     bias_dtype: torch.dtype | None = None,
 ) -> str:
-    """FlashAttention, or what of PyTorch's takes its place where it lacks the mask.
-
-    See `choose` for the other arguments.
-
-    Args:
-        bias_dtype: That of a bias that is added to the scores; None where there is none.
-    """
+    """FlashAttention, or what of PyTorch's takes its place where it lacks the mask. See `choose` for the arguments."""
     if not _fusible(q, k, scale) or features.alibi_slopes is not None:
         return MATH
     if not q.is_cuda:

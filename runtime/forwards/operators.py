@@ -171,7 +171,7 @@ def _forward_backward(
     bias: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     bias_grad: bool,
-) -> torch_attention.Gradients:
+) -> tuple[torch.Tensor | None, ...]:
     """Elementary operations, which are deterministic."""
     features = Features((window_left, window_right), bottom_right, softcap, None, alibi_slopes)
     dq, dk, dv, *of_bias = math_attention.gradients(

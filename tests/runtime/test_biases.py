@@ -429,7 +429,7 @@ def choice(features: Features = PLAIN, dtype: torch.dtype | None = torch.bfloat1
     """Of the forward on a GPU."""
     with FakeTensorMode():
         q = torch.empty(batch, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
-        return forwards.by_mask(q, q, True, 0.125, features, dtype)
+        return forwards.choose(q, q, q, True, 0.125, features, enable_gqa=False, kernel=True, bias_dtype=dtype)
 
 
 def test_the_forward_of_a_bias_is_the_memory_efficient_one() -> None:

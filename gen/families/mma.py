@@ -19,6 +19,7 @@ from .base import (
     Config,
     Phase,
     TileWork,
+    bias_registers,
     ceil_div,
     family,
     parameter,
@@ -148,7 +149,7 @@ class MmaConfig(Config):
         kept = kept_operands * ceil_div(problem.head_dim, MMA_K) * score_fragments * 2
         # S and dP are alive together, dQ after them.
         passing = FRAGMENT_REGISTERS * max(2 * score_fragments, dq_fragments)
-        return 2 * FRAGMENT_REGISTERS * dkv_fragments + kept + passing + _WORKING_REGISTERS
+        return 2 * FRAGMENT_REGISTERS * dkv_fragments + kept + passing + bias_registers(problem) + _WORKING_REGISTERS
 
     def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
         return MmaContext.of(problem, self, pace, probed)

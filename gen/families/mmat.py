@@ -18,6 +18,7 @@ from .base import (
     Contradiction,
     Phase,
     TileWork,
+    bias_registers,
     ceil_div,
     family,
     parameter,
@@ -276,7 +277,7 @@ class TransposedMmaConfig(Config):
         scores = keys * queries // 32
         beside_dp = scores if not self.p_first or (problem.softcap and not self.dv_first) else scores // 2
         passing = max(scores + beside_dp, self.block_q // self.dq_row_warps * dq_columns // 32)
-        return sums + kept + passing + _WORKING_REGISTERS
+        return sums + kept + passing + bias_registers(problem) + _WORKING_REGISTERS
 
     def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
         return MmatContext.of(problem, self, pace, probed)

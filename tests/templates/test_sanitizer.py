@@ -83,6 +83,10 @@ FEATURED = [
     (Problem.parse("8_16_4096_96", causal=True, sink=True, lse_grad=True), "w64"),
     (Problem.parse("8_16_4096_64", sink=True), "w64conv"),
     (Problem.parse("8_16_4096_96", causal=True, varlen=True, sink=True), "w64lag"),
+    (Problem.parse("8_16_4096_72", causal=True, varlen=True, alibi=True), "w64lag"),
+    (Problem.parse("8_16_4096_64", causal=True, alibi=True, bias="1_H_S", bias_grad=True), "w64"),
+    (Problem.parse("8_16_4096_56", window_left=50, bias="B_H_S", bias_dtype="fp32", bias_grad=True, alibi=True), "t64"),
+    (Problem.parse("8_16_4096_64", bias="B_1_1", bias_grad=True, deterministic=True, alibi=True), "v3"),
 ]
 
 # racecheck takes an arrival at an mbarrier for that of the arriving lane alone, although a __syncwarp before it put all

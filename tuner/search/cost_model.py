@@ -28,6 +28,7 @@ _EXPONENTIALS = 16
 _LANES = 128
 _ADDS = {1: 1.9, 2: 3.6, 4: 3.9}  # floats into L2 by the vector: 448, 876 and 945 G/s over 132 SMs at 1.83 GHz
 _BULK_ADDS = 3.9
+_BIAS_VECTOR = 2  # floats of dBias that a thread adds at once
 _TILE_BYTES = 64  # from L2
 
 _FRAGMENT_WAVEFRONTS = 512 / _SHARED_BYTES  # of an ldmatrix.x4 or stmatrix.x4
@@ -137,6 +138,8 @@ def predict(
     # Nobody waits for what is added to dQ, until there is more of it than L2 takes.
     adds_per_clock = _ADDS[work.dq_vector] if work.dq_vector else _BULK_ADDS
     adding = config.block_q * problem.head_dim / adds_per_clock
+    if problem.bias_is_summed and not problem.deterministic and problem.bias_shape[2] > 1:
+        adding += config.block_q * config.block_kv / _ADDS[_BIAS_VECTOR]
     tile = _norm(_ASYNCHRONOUS_OVERLAP, _tile_cycles(problem, config, work, sm), adding)
     key_tile_bytes = 4 * config.block_kv * problem.head_dim * problem.element_bytes  # K, V, dK and dV
     block = clock_ghz * (_BLOCK_NS + key_tile_bytes * device.sm_count / device.bandwidth_tb_s / 1000)
@@ -144,7 +147,12 @@ def predict(
     if work.converts_dq:
         converted = problem.query_elements * ACCUMULATOR_BYTES / device.sm_count / _CONVERTED_BYTES_NS * clock_ghz
         cycles = _norm(_OVERLAP, cycles, converted)
-    return Prediction(cycles / clock_ghz / 1e6 + _passes_ms(problem, device, work.converts_dq), cycles)
+    passes_ms = _passes_ms(problem, device, work.converts_dq)
+    if problem.bias:
+        bias_bytes, summed_bytes = _bias_bytes(problem)
+        cycles = _norm(_OVERLAP, cycles, bias_bytes / device.bandwidth_tb_s / 1000 * clock_ghz)
+        passes_ms += summed_bytes / device.bandwidth_tb_s / 1e9
+    return Prediction(cycles / clock_ghz / 1e6 + passes_ms, cycles)
 
 
 @dataclass(frozen=True)
@@ -276,6 +284,19 @@ def _grid_cycles(problem: Problem, config: Config, sm_count: int, resident: int,
     share = (tiles * tile + blocks * block / resident) / sm_count  # another block's tiles cover a start and an end
     unfilled = ceil_div(blocks, places) - blocks / places
     return max(share + unfilled * (shortest * tile * resident + block), longest * tile * resident + block)
+
+
+def _bias_bytes(problem: Problem) -> tuple[int, int]:
+    """What a bias and its gradient are to DRAM: in the main kernel, and in the passes that clear and sum."""
+    if not problem.bias_grad:
+        return problem.bias_bytes, 0
+    if not problem.bias_is_summed:
+        return 2 * problem.bias_bytes, 0
+    if problem.deterministic:
+        scores = problem.heads_q * problem.query_key_pairs * problem.element_bytes
+        return problem.bias_bytes + scores, scores + problem.bias_bytes
+    sums = math.prod(problem.bias_shape) * ACCUMULATOR_BYTES
+    return problem.bias_bytes, 2 * sums + problem.bias_bytes
 
 
 def _passes_ms(problem: Problem, device: Device, converts: bool) -> float:

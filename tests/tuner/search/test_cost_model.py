@@ -145,6 +145,22 @@ def test_what_costs_more_takes_longer(device: Device) -> None:
         assert spilled.cycles > predict(PROBLEM, config, device, resources).cycles
 
 
+def test_a_bias_costs_its_bytes_and_its_sums() -> None:
+    def ms(**bias: object) -> float:
+        return predict(replace(PROBLEM, **bias), PRESETS["v3"], H200).ms
+
+    plain, read, stored, added, in_order = (
+        ms(),
+        ms(bias="B_H_S"),
+        ms(bias="B_H_S", bias_grad=True),
+        ms(bias="1_H_S", bias_grad=True),
+        ms(bias="1_H_S", bias_grad=True, deterministic=True),
+    )
+    assert plain < ms(bias="1_H_S") < read < stored
+    assert read < added
+    assert ms(bias="B_1_1", bias_grad=True) < in_order
+
+
 def test_a_card_with_a_slower_memory_is_not_faster() -> None:
     """An H100 is an H200 with less bandwidth."""
     for config in PRESETS.values():

@@ -138,8 +138,9 @@ def _worst_errors(heads: tuple[HeadReference, ...], results: tuple[torch.Tensor,
 
 
 def _judge(kernel: Kernel, prepared: Iterable[_Prepared]) -> VerificationRecord:
+    """Up to the first case with a fault."""
     errors: dict[str, dict[str, float]] = {}
-    reasons: list[str] = []
+    reason = ""
     for one in prepared:
         try:
             everything = _run(kernel, one)
@@ -169,9 +170,11 @@ def _judge(kernel: Kernel, prepared: Iterable[_Prepared]) -> VerificationRecord:
             errors[one.case.name] |= {"dbias": bias_errors[0], "torch_dbias": one.torch_bias_errors[0]}
             step = torch.finfo(results[0].dtype).eps / 2
             faults += _faults_of("dbias", everything["dbias"], bias_errors, one.torch_bias_errors, step, _BIAS_FLOOR)
-        reasons += (f"{one.case.name}: {fault.reason}" for fault in faults)
+        if faults:
+            reason = f"{one.case.name}: {faults[0].reason}"
+            break
     max_error = max(case_errors[name] for case_errors in errors.values() for name in GRADIENTS)
-    return VerificationRecord(not reasons, max_error, errors, reasons[0] if reasons else "")
+    return VerificationRecord(not reason, max_error, errors, reason)
 
 
 @dataclass(frozen=True)

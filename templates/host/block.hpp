@@ -45,6 +45,20 @@ struct Launch {
   const Buffers* buffers;
 
   uint64_t next_block = 0;
+
+  // OS threads that run blocks. Once each of them only waits for words of global memory, and none has released a word since it
+  // last looked at all of its own, no word will change any more.
+  static constexpr int MAX_WORKERS = 64;
+  int workers_started = 0, workers = 0;
+  uint64_t releases = 0;
+  uint64_t stuck_at[MAX_WORKERS] = {};  // a worker's count of releases when it found nothing to do, plus one; 0: it goes on
+
+  bool all_workers_are_stuck(uint64_t at) const {
+    int stuck = 0;
+    for (const uint64_t& worker : stuck_at) stuck += __atomic_load_n(&worker, __ATOMIC_SEQ_CST) == at + 1;
+    return stuck == __atomic_load_n(&workers, __ATOMIC_SEQ_CST);
+  }
+
   // The first fault: set once, then no block is started any more.
   int faulted = 0;
   cudaError_t code = cudaSuccess;
@@ -200,6 +214,7 @@ class Block {
  public:
   explicit Block(Launch& launch)
       : launch_(launch),
+        worker_(__atomic_fetch_add(&launch.workers_started, 1, __ATOMIC_RELAXED)),
         threads_(launch.threads),
         warps_count_((launch.threads + WARP_SIZE - 1) / WARP_SIZE),
         participants_((launch.threads + MAX_MBARRIERS + 3) / 4 * 4),
@@ -369,6 +384,24 @@ class Block {
     }
     fiber.polls = false;
     return others;
+  }
+
+  // A thread that polls has found nothing. `releases` are those before it looked, and `others` is what let_others_run said.
+  // Returns whether no word will change any more.
+  bool polled_in_vain(uint64_t releases, bool others) {
+    if (others || releases != releases_seen_) fruitless_polls_ = 0;
+    releases_seen_ = releases;
+    // Those that poll take turns: after so many each has looked.
+    const bool stuck = fruitless_polls_++ > threads_;
+    __atomic_store_n(&launch_.stuck_at[worker_], stuck ? releases + 1 : 0, __ATOMIC_SEQ_CST);
+    return stuck && launch_.all_workers_are_stuck(releases);
+  }
+
+  void count_release() { __atomic_fetch_add(&launch_.releases, 1, __ATOMIC_SEQ_CST); }
+
+  void polled_with_success() {
+    fruitless_polls_ = 0;
+    __atomic_store_n(&launch_.stuck_at[worker_], 0, __ATOMIC_SEQ_CST);
   }
 
   // ---- the block barrier ----
@@ -1060,6 +1093,7 @@ class Block {
   }
 
   Launch& launch_;
+  const int worker_;  // this OS thread's number
   const uint32_t threads_, warps_count_;
   const uint32_t participants_;  // whose work is ordered: threads, then mbarriers; in fours
   const size_t shared_words_;    // in fours
@@ -1075,6 +1109,8 @@ class Block {
   uint64_t writes_ = 0;        // of shared memory
   uint32_t epoch_;  // block barriers passed, plus 1
   int last_buffer_ = 0;
+  uint64_t releases_seen_ = 0;
+  uint32_t fruitless_polls_ = 0;
 
   Warp warps_[MAX_WARPS];
   Mbarrier mbarriers_[MAX_MBARRIERS];

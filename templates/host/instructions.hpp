@@ -29,6 +29,7 @@ namespace ptx __attribute__((visibility("hidden"))) {
 using bwdtune_host::Block;
 using bwdtune_host::current_fiber;
 using bwdtune_host::Fiber;
+using bwdtune_host::Launch;
 using bwdtune_host::Quad;
 using bwdtune_host::Warp;
 using bwdtune_host::WARP_SIZE;
@@ -184,17 +185,19 @@ void griddepcontrol_wait() { current_fiber->waited_for_kernel_before = true; }
 // other threads go on meanwhile.
 void wait_for_global(const uint32_t* pointer, uint32_t value, int line) {
   block().check_global(pointer, 4, 4, false, "ld.acquire.global.u32", line);
-  constexpr int PATIENCE_MS = 20000;
+  const Launch& launch = block().launch();
   timespec pause = {0, 100000};
-  for (int waited = 0; __atomic_load_n(pointer, __ATOMIC_ACQUIRE) != value;) {
-    if (waited > PATIENCE_MS * 10 || __atomic_load_n(&block().launch().faulted, __ATOMIC_ACQUIRE))
+  for (;;) {
+    const uint64_t releases = __atomic_load_n(&launch.releases, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(pointer, __ATOMIC_ACQUIRE) == value) break;
+    const bool others = block().let_others_run();
+    if (block().polled_in_vain(releases, others) || __atomic_load_n(&launch.faulted, __ATOMIC_ACQUIRE))
       block().fault(*current_fiber, cudaErrorLaunchTimeout, line,
                     "deadlock: waits for global address %p to be %u, which is %u", static_cast<const void*>(pointer), value,
                     __atomic_load_n(pointer, __ATOMIC_RELAXED));
-    if (block().let_others_run()) continue;
-    nanosleep(&pause, nullptr);
-    waited++;
+    if (!others) nanosleep(&pause, nullptr);
   }
+  block().polled_with_success();
   current_fiber->acquired_unfenced = true;
 }
 
@@ -208,12 +211,14 @@ void release_global(uint32_t* pointer, uint32_t value, int line) {
   block().check_global(pointer, 4, 4, true, "st.release.global.u32", line);
   block().check_handing_on("st.release.global.u32", line);
   __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
+  block().count_release();
 }
 
 void release_add_global(uint32_t* pointer, uint32_t value, int line) {
   block().check_global(pointer, 4, 4, true, "red.release.global.add.u32", line);
   block().check_handing_on("red.release.global.add.u32", line);
   __atomic_fetch_add(pointer, value, __ATOMIC_RELEASE);
+  block().count_release();
 }
 
 // ---- mbarrier and TMA ----

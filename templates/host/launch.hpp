@@ -100,6 +100,7 @@ inline void* run_blocks(void* argument) {
     block->run(number);
   }
   delete block;
+  __atomic_fetch_sub(&launch.workers, 1, __ATOMIC_SEQ_CST);
   fesetenv(&callers);
   return nullptr;
 }
@@ -139,12 +140,16 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, void (*
   state.buffers = &registered_buffers;
 
   // The launching thread works too; a helper that cannot be started is done without.
-  constexpr long MAX_HELPERS = 63;
-  pthread_t helpers[MAX_HELPERS];
+  pthread_t helpers[Launch::MAX_WORKERS];
   int started = 0;
-  const long workers = setting("BWDTUNE_HOST_THREADS", 1);
-  for (long i = 1; i < workers && i <= MAX_HELPERS; i++)
-    if (pthread_create(&helpers[started], nullptr, run_blocks, &state) == 0) started++;
+  const long wanted = setting("BWDTUNE_HOST_THREADS", 1);
+  state.workers = wanted < 1 ? 1 : wanted < Launch::MAX_WORKERS ? static_cast<int>(wanted) : Launch::MAX_WORKERS;
+  for (int i = state.workers; i > 1; i--) {
+    if (pthread_create(&helpers[started], nullptr, run_blocks, &state) == 0)
+      started++;
+    else
+      __atomic_fetch_sub(&state.workers, 1, __ATOMIC_SEQ_CST);
+  }
   run_blocks(&state);
   for (int i = 0; i < started; i++) pthread_join(helpers[i], nullptr);
 

@@ -247,10 +247,11 @@ def fold_log(path: Path) -> None:
     """Writes what a file's log holds (``-wal``) into the file, and empties the log.
 
     SQLite does so when the last connection closes; of two that close at once each may take the other for the last one.
-    Nothing worth failing for: who comes next reads the log.
+    Nothing worth failing or waiting for: who comes next reads the log.
     """
     try:
         with contextlib.closing(connect_sqlite(path, "rw")) as connection:
+            connection.execute("PRAGMA busy_timeout = 200")  # somebody writes, and folds it at the end
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except sqlite3.Error as error:
         _log.info("%s keeps its log: %s", path, error)

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -209,6 +210,16 @@ def test_many_threads_write(examples: Any) -> None:
         list(pool.map(write, range(16)))
     assert len(examples.store.measurements()) == 16
     assert len(examples.store.winners()) == 1
+
+
+def test_closing_does_not_wait_for_who_writes(examples: Any) -> None:
+    path = Path(examples.store.url.database)
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert examples.store.winners() == []
+        start = time.monotonic()
+        examples.store.close()
+        assert time.monotonic() - start < connect.BUSY_TIMEOUT_S / 2
 
 
 class TestFork:

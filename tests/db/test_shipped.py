@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_code import device_code
 
 from bwdtune.db import shipped
 from bwdtune.db.records import Environment, GpuKey
 from bwdtune.db.shipped import Race, Shipped, read_shipped, write_shipped
-from bwdtune.gen.build.jobs import build_one
 from bwdtune.gen.build.toolchain import ToolchainError, find_compiler
+from bwdtune.gen.device import device_for_arch
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.render import render
 
 H200 = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.13.0")
 MEASURED = Shipped(
@@ -75,7 +75,7 @@ def test_the_packages_own_table_is_of_the_kernels_as_they_are(row: Shipped) -> N
             pytest.skip(f"it was measured as nvcc {row.environment.toolkit} compiles it")
     except ToolchainError as error:
         pytest.skip(str(error))
-    assert build_one(render(row.problem, row.config), arch).machine_code == row.machine_code
+    assert device_code(row.problem, row.config, device_for_arch(arch)).machine_code == row.machine_code
 
 
 @pytest.mark.parametrize(

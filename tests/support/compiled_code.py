@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import subprocess
 import tempfile
@@ -30,10 +31,12 @@ class DeviceCode:
     Attributes:
         log: What the compiler said.
         resources: Of the main kernel.
+        machine_code: Its hash.
     """
 
     log: str
     resources: CompiledResources
+    machine_code: str
 
 
 def device_code(problem: Problem, config: Config, device: Device) -> DeviceCode:
@@ -49,15 +52,16 @@ def device_code(problem: Problem, config: Config, device: Device) -> DeviceCode:
     kept = cache_dir(None) / "device_code" / hashlib.sha256(content.encode()).hexdigest()
     if not kept.exists():
         with tempfile.TemporaryDirectory() as folder:
-            log = _compile(text, device.arch, Path(folder), "cubin").log
+            compiled = _compile(text, device.arch, Path(folder), "cubin")
+            found = json.dumps({"log": compiled.log, "machine_code": machine_code(compiled.result)})
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
-            file.write(log)
+            file.write(found)
         Path(file.name).replace(kept)
-    log = kept.read_text()
-    assert "wgmma.mma_async instructions are serialized" not in log
-    (resources,) = (figures for name, figures in parse_ptxas(log).items() if MAIN_KERNEL in name)
-    return DeviceCode(log, resources)
+    found = json.loads(kept.read_text())
+    assert "wgmma.mma_async instructions are serialized" not in found["log"]
+    (resources,) = (figures for name, figures in parse_ptxas(found["log"]).items() if MAIN_KERNEL in name)
+    return DeviceCode(found["log"], resources, found["machine_code"])
 
 
 def same_machine_code(a: Source, b: Source, arch: str, folder: Path) -> bool:

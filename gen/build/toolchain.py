@@ -124,7 +124,7 @@ class HostCompiler:
 
     def flags(self, arch: str) -> tuple[str, ...]:
         """The options that decide the result."""
-        return ("-std=c++20", "-O1", "-DBWDTUNE_HOST", "-shared", "-fPIC", "-pthread")
+        return ("-std=c++20", "-Og", "-DBWDTUNE_HOST", "-shared", "-fPIC", "-pthread")
 
     def command(self, arch: str, source: str, library: str, *, runtime: Path | None = None) -> list[str]:
         """The command line; see `Toolchain.command`.

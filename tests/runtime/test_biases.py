@@ -20,7 +20,11 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import bwdtune
+from bwdtune.gen.build.jobs import build_one
+from bwdtune.gen.device import HOST
+from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render
 from bwdtune.runtime import attention as attention_module
 from bwdtune.runtime import dispatch, forwards, sdpa
 from bwdtune.runtime.dispatch import Choice
@@ -245,6 +249,35 @@ def test_a_bias_that_masks(ours: Kernels, least: float, none: str) -> None:
         assert not output[:, :, row].any()
         assert not dq[:, :, row].any()
         assert not dbias[:, :, row].any()
+
+
+@pytest.mark.parametrize("preset", ["v2", "t128", "w64"])
+def test_the_kernels_of_each_family_with_a_bias_that_masks(monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
+    """As they are on the CPU: of a key, of all keys of a query, and by the least numbers of fp32 as well."""
+
+    def host_kernel(problem: Problem, *_: Any, **__: Any) -> Choice:
+        library = build_one(render(problem, PRESETS[preset]), HOST.arch).library
+        assert library
+        return Choice(Kernel.load(library), "a test's")
+
+    monkeypatch.setattr(attention_module, "_DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(operators, "ready", lambda: False)
+    monkeypatch.setattr(dispatch, "choose", host_kernel)
+    q, k, v = leaves(2, 2, 1, 40, 70)
+    bias = bias_for(q, k, "1_H_S", torch.float32).detach()
+    for row, least in ((7, -math.inf), (9, torch.finfo(torch.float32).min)):
+        bias[..., row, :] = least
+        bias[..., row + 10, 3:9] = least
+        bias[:, 0, row + 20, : row + 21] = least  # all that a causal mask leaves
+    options = {"is_causal": True, "alibi_slopes": slopes(2)}
+
+    def attention(*inputs: torch.Tensor) -> Any:
+        return bwdtune.attention(*inputs[:3], enable_gqa=True, bias=inputs[3], **options)
+
+    def reference(*inputs: torch.Tensor) -> Tensors:
+        return exact(*inputs[:3], bias=inputs[3], **options)
+
+    assert_right(attention, reference, (q, k, v, bias.requires_grad_()), False)
 
 
 def test_what_pytorch_computes_has_no_nan_where_all_is_masked() -> None:

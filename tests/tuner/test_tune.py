@@ -48,6 +48,24 @@ def test_a_problem_is_taken_too(asked: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"limits": "sm_120"}, (None, None)),
+        ({"limits": "rtx_pro_6000"}, (None, None)),
+        ({"emulate": "sm_120"}, (None, None)),
+        ({"emulate": "rtx_pro_6000"}, (None, "rtx_pro_6000")),
+    ],
+)
+def test_a_card_keeps_to_its_own_limits_and_does_not_emulate_itself(
+    asked: dict[str, object], options: dict[str, str], left: tuple[str | None, str | None]
+) -> None:
+    """The faster card of the same target is another one: whether this card can emulate it is the search's to say."""
+    bwdtune.tune(PROBLEM, arch="sm_120a", **options)
+    assert isinstance(asked["options"], SearchOptions)
+    assert (asked["options"].limits, asked["options"].emulate) == left
+
+
+@pytest.mark.parametrize(
     ("arguments", "options", "names"),
     [
         (("1_1_128",), {}, "1_1_128"),

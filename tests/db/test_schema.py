@@ -227,16 +227,17 @@ class TestUnvalidated:
             with_winner.store.winner(with_winner.problem, with_winner.gpu)
 
 
+@pytest.fixture(scope="module")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> sa.URL:
+    path = tmp_path_factory.mktemp("migrated") / "bwdtune.sqlite"
+    shutil.copy(Path(__file__).parent / "fixtures" / "schema_1.sqlite", path)
+    with contextlib.closing(Store.open(path)) as store:
+        store.optuna_storage()
+        return store.url
+
+
 class TestMigrations:
     """The migrations, and the models that they are to result in: a new database has the tables of the models."""
-
-    @pytest.fixture(scope="class")
-    def migrated(self, tmp_path_factory: pytest.TempPathFactory) -> sa.URL:
-        path = tmp_path_factory.mktemp("migrated") / "bwdtune.sqlite"
-        shutil.copy(Path(__file__).parent / "fixtures" / "schema_1.sqlite", path)
-        with contextlib.closing(Store.open(path)) as store:
-            store.optuna_storage()
-            return store.url
 
     def test_they_end_in_the_models(self, migrated: sa.URL) -> None:
         engine = connect.make_engine(migrated)

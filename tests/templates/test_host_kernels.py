@@ -174,7 +174,7 @@ def test_every_pair_of_parameter_values(dtype: str, head_dim: int, causal: bool)
 
 @st.composite
 def points(draw: st.DrawFn) -> tuple[Problem, Config]:
-    """Each family as often, however many points it has. Drawn until one is valid: to enumerate a space takes seconds."""
+    """Of each family as many. Drawn until one is valid: to enumerate a space takes seconds."""
     heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     problem = Problem(
         draw(st.sampled_from(("bf16", "fp16"))),

@@ -764,8 +764,8 @@ BIAS_MUTATIONS: dict[str, tuple[str, Problem, str, str]] = {
     "a sum over the first head alone": (
         "v3",
         dataclasses.replace(MUTATED_PROBLEM, bias="B_1_S", bias_grad=True, deterministic=True),
-        "summed_head < summed.summed_heads",
-        "summed_head < 1",
+        "head < summed.summed_heads",
+        "head < 1",
     ),
 }
 

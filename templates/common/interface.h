@@ -104,7 +104,8 @@ typedef struct bwdtune_info {
 } bwdtune_info;
 
 /* Bytes of workspace for these sizes: fp32 dq and two floats a row (three with sink), in whole tiles; fp32 dk and dv where
- * several blocks add to them; and counters. Negative: an error code. Reads the sizes, and `device` where its number of SMs matters. */
+ * several blocks add to them; counters; for a dbias that is summed up, fp32 sums, or with deterministic 16 bits for each score.
+ * Negative: an error code. Reads the sizes, and `device` where its number of SMs matters. */
 BWDTUNE_EXPORT int64_t bwdtune_workspace_bytes(const bwdtune_arguments* arguments);
 
 /* Enqueues the backward. 0: enqueued; negative: refused before anything was launched; positive: a cudaError_t. */

@@ -101,9 +101,9 @@ def attention(
     the whole call is PyTorch's, and one line in the log of ``bwdtune`` says why, once. So it is, without a line, where
     no gradient is needed, and under `torch.compile` without the C++ operator (`runtime.operator`).
 
-    PyTorch has no fused forward with a softcap (but for FlashAttention-3, where it is installed), with ALiBi slopes, or
-    with a bias of another dtype than q: those are made of elementary operations, tens of times slower. Under the
-    transforms of `torch.func`, so is all that PyTorch's function lacks.
+    PyTorch has no fused forward with a softcap (but for FlashAttention-3, where it is installed), with a bias of
+    another dtype than q, or with ALiBi of keys past the diagonal: those are made of elementary operations, tens of
+    times slower. Under the transforms of `torch.func`, so is all that PyTorch's function lacks.
 
     Under autocast the inputs are cast as for PyTorch's function, which leaves fp64 alone. The gradient cannot be
     differentiated again. A query that sees no key has an output and a gradient of zero.
@@ -255,8 +255,9 @@ def attention_varlen(
 
     As `attention` otherwise. Give the same tensor as both `cu_seqlens_q` and `cu_seqlens_kv` where the lengths are the
     same: nothing else tells, without waiting for the GPU, that both alignments are then one. With different lengths and
-    ``top-left``, with a softcap and with ALiBi slopes PyTorch has no fused forward, and its elementary operations take
-    its place. A bias tensor has no shape that sequences of several lengths share: there is none here.
+    ``top-left``, with a softcap and with ALiBi of keys past the diagonal PyTorch has no fused forward, and its
+    elementary operations take its place. A bias tensor has no shape that sequences of several lengths share: there is
+    none here.
 
     The lengths lie on the GPU, and to look at them would be to wait for it: they are checked where the tensors are on
     a CPU, and elsewhere with ``BWDTUNE_CHECK_LENGTHS=1`` in the environment, which is for debugging. It is the caller's
@@ -581,9 +582,11 @@ def _with_our_backward(
     same forward serves.
     """
     by_operator = max(q.shape[:2]) <= forwards.LARGEST_GRID and operators.ready()
-    if by_operator and forward != forwards.FLASH_3:
+    # The operator has no backward of PyTorch's for these: it is asked where there is a kernel.
+    compiling, of_kernels = torch.compiler.is_compiling(), forward in (forwards.FLASH_3, forwards.ALIBI)
+    if by_operator and (compiling or not of_kernels):
         return operators.attention(call, q, k, v, sink, bias, forward)
-    if torch.compiler.is_compiling():
+    if compiling:
         return None
     try:
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()

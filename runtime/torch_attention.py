@@ -14,7 +14,7 @@ import torch
 from ..gen.problem import UNLIMITED, visible_range
 from . import forwards, math_attention, row_features
 from .features import PLAIN, Features
-from .forwards import flash_3
+from .forwards import flash_3, linear_bias
 
 _aten = torch.ops.aten
 
@@ -81,6 +81,8 @@ def forward(
     name = name or forwards.by_mask(q, k, causal, scale, features, None if bias is None else bias.dtype)
     if name == forwards.MATH:
         result = _math(q, k, v, causal, scale, features, bias, bias_grad)
+    elif name == forwards.ALIBI:
+        result = _with_columns(q, k, v, causal, scale, features)
     elif bias is not None:
         result = _efficient_biased(readable(q), readable(k), readable(v), bias, causal, scale, features, bias_grad)
         found = result.gradients
@@ -259,6 +261,29 @@ def _for_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sc
         return dq, _sum_heads(dk, k), _sum_heads(dv, v)
 
     return Forward(output, lse.contiguous(), (q, k, v, output, lse), gradients)
+
+
+def _with_columns(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features
+) -> Forward:
+    """ALiBi by a forward that has none: see `linear_bias`."""
+    head_dim, columns = q.shape[3], linear_bias.COLUMNS
+    plain = Features(features.window, features.bottom_right, 0.0, features.sequences)
+    wide_q, wide_k, terms = linear_bias.extended(q, k, scale, features)
+    name = forwards.by_mask(wide_q, wide_k, causal, scale, plain)
+    wide = _fused(name, wide_q, wide_k, torch.nn.functional.pad(v, (0, columns)), causal, scale, plain)
+    backward, packed = wide.gradients, wide.saved[4].dim() == 2  # apart from the result, as in `forward`
+
+    def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
+        q, k, v, output, lse, *rest = saved
+        wide_q, wide_k, terms = linear_bias.extended(q, k, scale, features)
+        wide_v, wide_output, wide_dout = (torch.nn.functional.pad(tensor, (0, columns)) for tensor in (v, output, dout))
+        wide_lse = lse - terms
+        found = backward(wide_dout, wide_q, wide_k, wide_v, wide_output, wide_lse[0] if packed else wide_lse, *rest)
+        return tuple(gradient[..., :head_dim] for gradient in found)
+
+    output, lse = wide.output[..., :head_dim], wide.lse + terms
+    return Forward(output, lse, (q, k, v, output, lse, *wide.saved[5:]), gradients)
 
 
 def _efficient_biased(

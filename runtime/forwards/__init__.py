@@ -17,13 +17,14 @@ import torch.nn.attention as torch_attention_registry
 from torch.nn.attention import SDPBackend
 
 from ..features import Features
-from . import flash_3
+from . import flash_3, linear_bias
 
 CUDNN, FLASH, EFFICIENT, FLASH_WINDOW, FOR_CPU = "cudnn", "flash", "efficient", "flash_window", "cpu"
 """PyTorch's forwards. `FLASH_WINDOW` is FlashAttention with limits."""
 
-MATH, FLASH_3 = "math", "flash_3"
-"""Elementary operations; FlashAttention-3 of the package ``flash_attn_interface``."""
+MATH, FLASH_3, ALIBI = "math", "flash_3", "alibi"
+"""Elementary operations; FlashAttention-3 of the package ``flash_attn_interface``; one of PyTorch's with more columns,
+whose products are the slopes' bias (`linear_bias`)."""
 
 _BACKENDS = {
     SDPBackend.CUDNN_ATTENTION.value: CUDNN,
@@ -114,8 +115,10 @@ def by_mask(
     bias_dtype: torch.dtype | None = None,
 ) -> str:
     """FlashAttention, or what of PyTorch's takes its place where it lacks the mask. See `choose` for the arguments."""
-    if not _fusible(q, k, scale) or features.alibi_slopes is not None:
+    if not _fusible(q, k, scale):
         return MATH
+    if features.alibi_slopes is not None:
+        return MATH if bias_dtype is not None else _with_slopes(q, k, causal, scale, features)
     if not q.is_cuda:
         return FOR_CPU if features.plain and bias_dtype is None else MATH
     if bias_dtype is not None:
@@ -130,6 +133,13 @@ def by_mask(
         return FLASH if _aligned(causal, features) else MATH
     # FlashAttention drops a limit of as many keys as there are, which with more queries than keys still masks.
     return FLASH_WINDOW if q.shape[2] <= k.shape[2] else MATH
+
+
+def _with_slopes(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, features: Features) -> str:
+    without = Features(features.window, features.bottom_right, features.softcap, features.sequences)
+    fits = q.shape[3] + linear_bias.COLUMNS <= _LARGEST_HEAD_DIM and scale * linear_bias.LARGEST_INVERSE_SCALE >= 1
+    linear = linear_bias.is_linear(causal, features, q.shape[2], k.shape[2])
+    return ALIBI if fits and linear and by_mask(q, k, causal, scale, without) != MATH else MATH
 
 
 def nearest(capability: tuple[int, int], seqlen: int, head_dim: int, causal: bool) -> Measurement | None:

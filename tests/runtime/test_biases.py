@@ -28,8 +28,8 @@ from bwdtune.gen.render import render
 from bwdtune.runtime import attention as attention_module
 from bwdtune.runtime import dispatch, forwards, sdpa
 from bwdtune.runtime.dispatch import Choice
-from bwdtune.runtime.features import PLAIN, Features
-from bwdtune.runtime.forwards import operators
+from bwdtune.runtime.features import PLAIN, Features, Sequences
+from bwdtune.runtime.forwards import linear_bias, operators
 from bwdtune.runtime.kernel import Kernel
 from bwdtune.runtime.operator.aten import CUDA_BACKWARDS
 
@@ -458,11 +458,21 @@ def test_the_memory_efficient_forward(
     assert_right(attention, reference, (q, k, v, bias_for(q, k, pattern)), True)
 
 
-def choice(features: Features = PLAIN, dtype: torch.dtype | None = torch.bfloat16, batch: int = 2) -> str:
+def choice(
+    features: Features = PLAIN,
+    dtype: torch.dtype | None = torch.bfloat16,
+    *,
+    batch: int = 2,
+    keys: int = 128,
+    head_dim: int = 64,
+    causal: bool = True,
+    scale: float = 0.125,
+) -> str:
     """Of the forward on a GPU."""
     with FakeTensorMode():
-        q = torch.empty(batch, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
-        return forwards.choose(q, q, q, True, 0.125, features, enable_gqa=False, kernel=True, bias_dtype=dtype)
+        q = torch.empty(batch, 4, 128, head_dim, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(batch, 4, keys, head_dim, dtype=torch.bfloat16, device="cuda")
+        return forwards.choose(q, k, k, causal, scale, features, enable_gqa=False, kernel=True, bias_dtype=dtype)
 
 
 def test_the_forward_of_a_bias_is_the_memory_efficient_one() -> None:
@@ -471,7 +481,73 @@ def test_the_forward_of_a_bias_is_the_memory_efficient_one() -> None:
     assert choice(Features(softcap=3.0)) == forwards.MATH
     assert choice(dtype=torch.float32) == forwards.MATH
     assert choice(batch=70_000) == forwards.MATH
-    assert choice(Features(alibi_slopes=slopes(4)), None) == forwards.MATH
+
+
+def test_the_forward_of_slopes_is_the_masks_with_more_columns() -> None:
+    """As far as no key past the diagonal is seen."""
+    given = slopes(4)
+    assert choice(Features(alibi_slopes=given), None) == forwards.ALIBI
+    assert choice(Features((5, -1), alibi_slopes=given), None) == forwards.ALIBI
+    assert choice(Features((5, -1), True, alibi_slopes=given), None) == forwards.ALIBI
+    assert choice(Features((5, -1), alibi_slopes=given), None, keys=140) == forwards.MATH
+    assert choice(Features(alibi_slopes=given), None, causal=False) == forwards.MATH
+    assert choice(Features((5, 3), alibi_slopes=given), None, causal=False) == forwards.MATH
+    assert choice(Features(softcap=3.0, alibi_slopes=given), None) == forwards.MATH
+    assert choice(Features(alibi_slopes=given)) == forwards.MATH, "a bias, too"
+    assert choice(Features(alibi_slopes=given), None, head_dim=256) == forwards.MATH
+    assert choice(Features(alibi_slopes=given), None, scale=1e-3) == forwards.MATH
+
+
+@KERNEL_OR_NONE
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.01), (torch.float16, 0.002)])
+def test_slopes_as_columns_are_as_exact_as_the_inputs(
+    ours: Kernels, dtype: torch.dtype, tolerance: float, none: str
+) -> None:
+    """At a length whose places are no 16-bit numbers, with sinks and a gradient of the log-sum-exp."""
+    ours.none = none
+    q, k, v = (tensor.detach().requires_grad_() for tensor in leaves(2, 2, 1, 600, 600, dtype=dtype))
+    inputs = (q, k, v, torch.tensor([0.5, 1.0]).requires_grad_())
+    options: dict[str, Any] = {"is_causal": True, "alibi_slopes": torch.tensor([0.7, 0.003])}
+    results = bwdtune.attention(*inputs[:3], enable_gqa=True, sink=inputs[3], return_lse=True, **options)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    right = exact(*wide, **options)
+    generator = torch.Generator().manual_seed(5)
+    upstream = [torch.randn(result.shape, generator=generator).to(result.dtype) for result in results]
+    found = torch.autograd.grad(results, inputs, upstream)
+    expected = torch.autograd.grad(right, wide, [one.double() for one in upstream])
+    for ours_, theirs in zip((*results, *found), (*right, *expected), strict=True):
+        assert (ours_.double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(3, 70_000, 1), (40, 90, 2), (300, 300, 1)], ids=str)
+def test_columns_of_slopes(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Their products with the row's term, at head_dim 64's scale; of long sequences, and of a batch's own slopes."""
+    rows, keys, batch = sizes
+    given = slopes(4)[None] * torch.linspace(1, 0.4, batch)[:, None]
+    q, k = torch.zeros(batch, 4, rows, 64, dtype=dtype), torch.zeros(batch, 1, keys, 64, dtype=dtype)
+    wide_q, wide_k, terms = linear_bias.extended(q, k, 0.125, Features(alibi_slopes=given))
+    assert wide_q.shape[3] == wide_k.shape[3] == 64 + linear_bias.COLUMNS
+    assert wide_q.dtype == wide_k.dtype == dtype
+    found = wide_q.double() @ wide_k.double().mT * 0.125 + terms.double()[..., None]
+    distances = torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)
+    right = -given.double()[..., None, None] * distances
+    seen = (distances >= 0) & (right > -30)  # what counts in a softmax
+    assert ((found - right) * seen).abs().max() < 1e-3
+
+
+def test_columns_of_slopes_of_packed_sequences() -> None:
+    starts, other_starts = (torch.tensor(s, dtype=torch.int32) for s in ([0, 9, 9, 29, 33], [0, 12, 17, 37, 41]))
+    given = slopes(4) * torch.linspace(0.5, 2, 4)[:, None]
+    features = Features(sequences=Sequences(starts, other_starts, 20, 20), alibi_slopes=given)
+    q, k = torch.zeros(1, 4, 35, 8, dtype=torch.bfloat16), torch.zeros(1, 2, 41, 8, dtype=torch.bfloat16)
+    wide_q, wide_k, terms = linear_bias.extended(q, k, 0.3, features)
+    found = (wide_q.double() @ wide_k.double().repeat_interleave(2, 1).mT * 0.3 + terms.double()[..., None])[0]
+    for number, (rows, keys) in enumerate(features.sequences.slices() if features.sequences else ()):
+        lengths = rows.stop - rows.start, keys.stop - keys.start
+        distances = torch.arange(lengths[0])[:, None] + lengths[1] - lengths[0] - torch.arange(lengths[1])
+        right = -given[number, :, None, None] * distances
+        assert torch.allclose(found[:, rows, keys], right.double(), atol=1e-3)
 
 
 # ---- under PyTorch's function ----

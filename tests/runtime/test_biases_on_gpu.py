@@ -14,7 +14,7 @@ import bwdtune
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
 from bwdtune.runtime import forwards, torch_attention
-from bwdtune.runtime.features import Features
+from bwdtune.runtime.features import Features, Sequences
 from bwdtune.runtime.gpu import current_device
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +63,30 @@ def test_the_memory_efficient_forward_is_as_elementary_operations(
     )
     assert_near(found.output, exact.output)
     assert_near(found.lse, exact.lse)
+    dout = torch.randn_like(q)
+    for ours, theirs in zip(found.backward(dout), exact.backward(dout), strict=True):
+        assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mask", ["causal, bottom-right", "window that some see nothing in"])
+def test_slopes_as_columns_are_as_elementary_operations(mask: str, packed: bool) -> None:
+    torch.manual_seed(0)
+    causal, features = MASKS[mask]
+    starts, other_starts = (
+        torch.tensor(places, dtype=torch.int32, device="cuda") for places in ([0, 90, 90, 290], [0, 150, 155, 355])
+    )
+    sequences = Sequences(starts, other_starts, 200, 200) if packed else None
+    slopes = torch.linspace(0.01, 0.5, 4, device="cuda") * (torch.ones(3, 1, device="cuda") if packed else 1.0)
+    features = Features(features.window, features.bottom_right, 0.0, sequences, slopes)
+    batch = 1 if packed else 2
+    q, k, v = draw(batch, 4, 290, HEAD_DIM), draw(batch, 2, 355, HEAD_DIM), draw(batch, 2, 355, HEAD_DIM)
+    assert forwards.by_mask(q, k, causal, 0.125, features) == forwards.ALIBI
+    found, exact = (
+        torch_attention.forward(q, k, v, causal, 0.125, features, name) for name in (forwards.ALIBI, forwards.MATH)
+    )
+    assert_near(found.output, exact.output)
+    assert_near(found.lse.abs(), exact.lse.abs())
     dout = torch.randn_like(q)
     for ours, theirs in zip(found.backward(dout), exact.backward(dout), strict=True):
         assert_near(ours, theirs)

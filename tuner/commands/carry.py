@@ -44,10 +44,10 @@ def command(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Compare the machine code that was measured with that of today's text, and keep what is the same kernel.
+    """Compare the machine code that was measured with that of today's text, and keep the kernels that are the same.
 
-    For whoever makes a version of this program, and for a database of before kernels were known by their machine code.
-    Needs the nvcc that the winners were measured with, and no GPU. Exit status 1: some kernels are others today.
+    For maintainers, before a release, and for databases that are older than the hashes of machine code. Needs the nvcc
+    that the winners were measured with, but no GPU. Exit status 1: some kernels are different today.
     """
     from ...db.store import Store
 

@@ -36,10 +36,10 @@ def command(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Say what this machine has of what kernels need, and what to do about the rest.
+    """Check this machine for what kernels need, and say what to do about what is missing.
 
-    With --shape, also which kernel such a problem gets here, or on the card of --arch; and where none is found, which
-    stored and shipped rows are nearest, and what of each is otherwise. Compiles nothing, and needs no GPU.
+    With --shape, also say which kernel such a problem gets here, or on the card of --arch, which stored and shipped
+    rows are nearest, and in what each of them differs. Compiles nothing, and needs no GPU.
     Exit status 1: something is wrong.
     """
     from ..doctor import Status, examine

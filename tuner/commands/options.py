@@ -49,14 +49,14 @@ TimingOption = Annotated[
     str,
     typer.Option(
         "--timing",
-        help=f"How kernels are timed, by words between commas: {'; '.join(map(' or '.join, TIMING_STYLES.values()))}.",
+        help=f"How kernels are timed, words between commas: {'; '.join(map(' or '.join, TIMING_STYLES.values()))}.",
     ),
 ]
 MinGainOption = Annotated[
     float,
     typer.Option(
         "--min-gain",
-        help="End when the trials that are left are expected to gain less (0.001: 0.1 %); 0 tries them all.",
+        help="End when the remaining trials are expected to gain less than this (0.001: 0.1 %); 0 tries them all.",
     ),
 ]
 ArchOption = Annotated[str | None, typer.Option("--arch", help="Compile target, such as sm_120a. Default: the GPU's.")]
@@ -126,13 +126,13 @@ def _problem(
     ] = TOP_LEFT,
     softcap: Annotated[bool, typer.Option("--softcap", help="Scores are capped: c * tanh(score / c).")] = False,
     varlen: Annotated[
-        bool, typer.Option("--varlen", help="Packed sequences of different lengths: B of them, of at most S.")
+        bool, typer.Option("--varlen", help="Packed sequences of different lengths: B of them, none longer than S.")
     ] = False,
     lengths: Annotated[
         str,
         typer.Option(
             "--lengths",
-            help=f"With --varlen, what is timed: {HOW}; @FILE reads them. S is then a bound. Default: b/B of S each.",
+            help=f"With --varlen, lengths to time: {HOW}; @FILE reads them. S is a bound. Default: b/B of S each.",
         ),
     ] = "",
     deterministic: Annotated[
@@ -142,17 +142,24 @@ def _problem(
         bool, typer.Option("--lse-grad", help="The log-sum-exp is a second output, into which a gradient flows.")
     ] = False,
     sink: Annotated[
-        bool, typer.Option("--sink", help="Each query head has a learnable sink: a score whose probability is lost.")
+        bool,
+        typer.Option(
+            "--sink", help="Each query head has a learnable sink: one more score in its softmaxes, without a value."
+        ),
     ] = False,
-    alibi: Annotated[bool, typer.Option("--alibi", help="Scores have ALiBi's linear bias, by a slope a head.")] = False,
+    alibi: Annotated[
+        bool, typer.Option("--alibi", help="Scores have ALiBi's linear bias, with one slope for each head.")
+    ] = False,
     bias: Annotated[
         str,
-        typer.Option("--bias", help="B_H_SQ_SKV, the shape of a bias of the scores, with ones where it is broadcast."),
+        typer.Option(
+            "--bias", help="B_H_SQ_SKV: shape of a bias that is added to the scores, with 1 where it is broadcast."
+        ),
     ] = "",
     bias_dtype: Annotated[
         str, typer.Option("--bias-dtype", help="With --bias: bf16, fp16 or fp32. Default: that of q.")
     ] = "",
-    bias_grad: Annotated[bool, typer.Option("--bias-grad", help="With --bias: its gradient is wanted.")] = False,
+    bias_grad: Annotated[bool, typer.Option("--bias-grad", help="With --bias: compute its gradient too.")] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="bf16 or fp16.")] = "bf16",
 ) -> Problem:
     """The problem that these options describe."""

@@ -45,9 +45,9 @@ def command(
 ) -> int:
     """Compile the kernels that will be chosen for shapes or a model, and PyTorch's operator for them.
 
-    Training then finds them in the cache, and its first steps have them. With --arch it needs no GPU; what another nvcc
-    compiles than the one that a kernel was timed with is then verified where it is first used.
-    Exit status 1 says that a kernel that would be chosen cannot be had.
+    Training then finds them in the cache from its first step on. With --arch it needs no GPU; a kernel whose machine
+    code differs from what was timed, as by another nvcc, is then verified where it is first used.
+    Exit status 1: a kernel that would be chosen cannot be made.
     """
     problems = [described(shape) for shape in shapes or ()]
     if model is not None:

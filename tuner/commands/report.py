@@ -26,8 +26,8 @@ def command(
 ) -> None:
     """Write a page about the searches for a shape, or about all in the database.
 
-    The page is one file: it needs no network, and can be handed on. Options of the problem, such as --causal, belong
-    to --shape.
+    The page is one file: it needs no network, and can be sent to others. Options of the problem, such as --causal,
+    belong to --shape.
     """
     from ...db.store import Store
     from ..report.history import read_histories

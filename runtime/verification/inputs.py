@@ -157,8 +157,9 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     if problem.lse_grad:
         dlse = torch.randn(q.shape[:3], device=device, generator=generator)
     if problem.sink:
-        # Of about the size of all other scores of a row together, whatever these are.
-        seen = forward.lse.where(forward.lse.isfinite(), torch.nan).nanmean((0, 2)).nan_to_num()
+        # Of about the size of all other scores of a row together, whatever these are; rows of hidden keys aside.
+        sees = forward.lse.isfinite() & (forward.lse > _HIDDEN / 2)
+        seen = forward.lse.where(sees, torch.nan).nanmean((0, 2)).nan_to_num()
         sink = seen + torch.randn(problem.heads_q, device=device, generator=generator)
         forward = torch_attention.forward(q, k, v, problem.causal, case.scale, features, sink=sink, **biased)
     return Inputs(q, k, v, dout, features, forward, dlse, sink, bias, problem.bias_grad)

@@ -244,7 +244,7 @@ def example_on_host(tmp_path):
         library = build_one(kernel or render(problem, config), "host").library
         assert library is not None
         program = tmp_path / "example"
-        command = [*compiler.program, "-std=c++17", "-O2", f"-I{include}", "-x", "c++"]
+        command = [*compiler.program, "-std=c++17", "-Og", f"-I{include}", "-x", "c++"]
         command += [str(directory / "example.cu"), str(FAKE_RUNTIME)]
         command += ["-x", "none", str(library), f"-Wl,-rpath,{library.parent}", "-o", str(program)]
         subprocess.run(command, check=True)

@@ -17,6 +17,11 @@ KERNELS_KEPT_S = 7 * 24 * 3600.0
 # The tests' tensors are small. Several threads for one spin while they wait, which takes more than the work, and from
 # the other workers. PyTorch reads this when it is imported; child processes inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor prepares for more than the few small graphs of these tests, in three times as long as they take: it
+# precompiles headers, finds out by compiling which vector instructions there are, and starts processes.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_configure() -> None:

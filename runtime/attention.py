@@ -386,6 +386,9 @@ def _broadcastable(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, dtype: 
     bias = bias.reshape(sizes) if bias.dim() < len(scores) else bias
     if sizes[3] != scores[3]:
         bias = bias.expand(*sizes[:3], scores[3])
+    if not _needs_gradient(bias):  # a mask that was expanded is as one that was not
+        for dim in range(3):
+            bias = bias.narrow(dim, 0, 1) if bias.stride(dim) == 0 and bias.shape[dim] > 1 else bias
     if _autocasts(bias.device.type):
         bias = bias.to(_autocast_dtype(bias))
     # What has more bits than the sums that it is added to loses them there.

@@ -50,7 +50,8 @@ def flash_attn_func(
     Returns:
         (B, Sq, Hq, D), contiguous. With `return_attn_probs` that, the log-sum-exp, and None in the place of
         probabilities. The log-sum-exp is (B, Hq, Sq), fp32; here it is differentiable, and where a query sees no key
-        minus infinity.
+        minus infinity. With slopes and a causal mask FlashAttention's lacks ``slope * (i + Skv - Sq)``, which no output
+        depends on.
 
     Raises:
         ValueError: Dropout is asked for, or an argument makes no sense.

@@ -150,6 +150,30 @@ def test_alibi_of_packed_sequences(ours: Kernels, mask: str, each: bool, none: s
     assert [(problem.alibi, problem.varlen) for problem in ours.asked] == [(True, True)]
 
 
+def test_the_last_queries_alone_are_as_among_all(ours: Kernels) -> None:
+    """Dao-AILab/flash-attention #907: in decoding with a cache, ALiBi was counted from another place."""
+    ours.none = "nothing is stored"
+    q, k, v = leaves(2, 4, 2, 30, 30, head_dim=32)
+    options = {"alibi_slopes": slopes(4), "is_causal": True, "enable_gqa": True}
+    whole = bwdtune.attention(q, k, v, **options)
+    for count in (1, 5):
+        last = bwdtune.attention(q[:, :, -count:], k, v, alignment="bottom-right", **options)
+        assert_near(last, whole[:, :, -count:].double())
+
+
+def test_slopes_are_trained_by_a_bias_that_is_made_of_them(ours: Kernels) -> None:
+    """Dao-AILab/flash-attention #1977: they had no gradient, and nobody said so."""
+    ours.none = "nothing is stored"
+    q, k, v = (tensor.detach() for tensor in leaves(1, 4, 2, 30, 30, head_dim=32))
+    given = slopes(4).requires_grad_()
+    distances = (torch.arange(30)[:, None] - torch.arange(30)).abs()
+    output = bwdtune.attention(q, k, v, enable_gqa=True, bias=-given[:, None, None] * distances)
+    (found,) = torch.autograd.grad(output.float().square().sum(), given)
+    wide = given.detach().double().requires_grad_()
+    right = exact(q.double(), k.double(), v.double(), bias=-wide[:, None, None] * distances)[0].square().sum()
+    assert_near(found, torch.autograd.grad(right, wide)[0])
+
+
 # ---- shapes ----
 
 
@@ -295,6 +319,15 @@ def test_a_mask_has_no_gradient_and_none_is_computed(ours: Kernels) -> None:
     bwdtune.attention(q, k, v, bias=bias).sum().backward()
     assert [(problem.bias, problem.bias_grad) for problem in ours.asked] == [("B_H_S", False)]
     assert bias.grad is None
+
+
+def test_a_mask_that_was_expanded_is_what_it_was(ours: Kernels) -> None:
+    ours.none = "nothing is stored"
+    q, k, v = leaves(2, 2, 2, 9, 9)
+    mask = torch.zeros(1, 1, 1, 9).expand(2, 2, 9, 9)
+    bwdtune.attention(q, k, v, bias=mask).sum().backward()
+    bwdtune.attention(q, k, v, bias=mask.clone().requires_grad_()).sum().backward()
+    assert [problem.bias for problem in ours.asked] == ["1_1_1", "B_H_S"]
 
 
 @KERNEL_OR_NONE
@@ -443,7 +476,10 @@ def test_opcheck(kernels: Kernels) -> None:
 def test_the_memory_efficient_forward(
     ours: Kernels, monkeypatch: pytest.MonkeyPatch, mask: str, pattern: str, keys: int, none: str
 ) -> None:
-    """A bias in its rows' alignment, with the masks that it has not; and what it leaves undone in the gradient."""
+    """A bias in its rows' alignment, with the masks that it has not; and what it leaves undone in the gradient.
+
+    facebookresearch/xformers #813: rows of 43 keys were refused.
+    """
     ours.none = none
     monkeypatch.setattr(forwards, "by_mask", lambda *_: forwards.EFFICIENT)
 

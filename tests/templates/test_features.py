@@ -373,6 +373,28 @@ def test_queries_outside_of_all_sequences_add_nothing_to_the_gradient_of_sinks(p
     assert torch.allclose(run(shorter)[-1], alone[-1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("preset", ["t64", "w64"])
+def test_rows_that_a_bias_hides_add_nothing_where_no_gradient_flows_into_them(preset: str) -> None:
+    """Such a bias leaves no digits for the scores, and a log-sum-exp is rounded: P must stay a number."""
+    problem = Problem("bf16", 1, 2, 2, 100, 130, 64, bias="1_1_S", bias_dtype="fp32", bias_grad=True)
+    case = Case(problem, "normal")
+    inputs = make_inputs(case, torch.device("cpu"))
+    assert inputs.bias is not None
+    q, k, v, dout, hidden = inputs.q, inputs.k, inputs.v, inputs.dout, slice(40, 50)
+    dout[:, :, hidden] = 0
+    kernel = Kernel.load(library_of(problem, PRESETS[preset]))
+    found = []
+    for value in (0.0, -1e15):
+        bias = inputs.bias.clone()
+        bias[:, :, hidden] = value
+        forward = torch_attention.forward(q, k, v, False, case.scale, bias=bias)
+        lse = forward.lse.clone()
+        lse[:, :, hidden] = lse[:, :, hidden].nextafter(torch.tensor(-math.inf))
+        found.append(backward(kernel, q, k, v, forward.output, dout, lse, case.scale, bias=bias))
+    for shown, gradient in zip(*found, strict=True):
+        assert torch.equal(shown, gradient)
+
+
 def library_of(problem: Problem, config: Config) -> Path:
     (variant,) = build([render(problem, config)], HOST.arch)
     assert variant.library, variant.error

@@ -46,12 +46,12 @@ def add_sink(output: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> Non
 
 
 def without_unseen(lse: torch.Tensor) -> torch.Tensor:
-    """A log-sum-exp with minus infinity for rows whose scores are all so low that they count as none.
+    """A log-sum-exp with minus infinity for rows whose scores are all so low that they count as none, or no number.
 
     Kernels multiply by log2(e), where `torch.finfo(dtype).min` of a bias and such a row's log-sum-exp would be infinite
     both: see `math_attention.LARGEST_SCORE`.
     """
-    return lse.masked_fill(lse < -LARGEST_SCORE, -math.inf)
+    return lse.masked_fill(~(lse >= -LARGEST_SCORE), -math.inf)
 
 
 def sink_gradient(

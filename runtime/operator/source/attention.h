@@ -342,9 +342,8 @@ AllGradients gradients(
         *sink, out, plain_lse(call.lse, q, packed), dout, dlse, packed ? MaybeTensor(call.cu_seqlens_q) : std::nullopt);
   };
   if (!q.numel() || !k.numel()) {
-    Tensor dbias = biases.bias_grad ? at::zeros_like(*biases.bias, std::nullopt, std::nullopt, std::nullopt,
-                                                           std::nullopt, at::MemoryFormat::Contiguous)
-                                          : Tensor();
+    Tensor dbias;
+    if (biases.bias_grad) dbias = at::empty(biases.bias->sizes(), biases.bias->options()).zero_();
     return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), dsink_of_theirs(), std::move(dbias)};
   }
   if (auto found = compute(call)) {
@@ -612,7 +611,8 @@ struct Attention : torch::autograd::Function<Attention> {
                     data["right"].toInt(),   data["bottom_right"].toBool(), data["softcap"].toDouble()};
     const std::string which = data["which"].toStringRef();
     Biases biases;
-    if (saved.size() > used + 3) biases = {or_nothing(saved[used + 3]), or_nothing(saved[used + 4]), data.count("bias_grad") > 0};
+    if (saved.size() > used + 3)
+      biases = {or_nothing(saved[used + 3]), or_nothing(saved[used + 4]), data.count("bias_grad") > 0};
     Tensor dsink, dbias;
     std::tie(found[0], found[1], found[2], dsink, dbias) = call_backward(
         dout, saved[0], saved[1], saved[2], saved[3], saved[4], or_nothing(saved[used]), or_nothing(saved[used + 1]), packed,

@@ -7,7 +7,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/lt.h>
+#include <ATen/ops/ge.h>
+#include <ATen/ops/logical_not.h>
 #include <ATen/ops/masked_fill.h>
 #include <c10/util/Exception.h>
 
@@ -255,7 +256,7 @@ inline void describe_bias(const Tensor& bias, bwdtune_tensor& described) {
 // A log-sum-exp without rows whose scores are all so low that they count as none: `runtime.row_features.without_unseen`.
 inline Tensor without_unseen(const Tensor& lse) {
   constexpr double kLargestScore = 1e30;
-  return lse.masked_fill(lse.lt(-kLargestScore), -std::numeric_limits<double>::infinity());
+  return lse.masked_fill(lse.ge(-kLargestScore).logical_not(), -std::numeric_limits<double>::infinity());
 }
 
 inline Found launch(Kernel& kernel, const Problem& problem, const Call& call, const Tensor& given_lse) {

@@ -25,6 +25,7 @@ Floats = NDArray[np.float64]
 
 # Of a card's registers a thread: a feature each says how near to none are left.
 _REACHES = np.array([8, 16, 32, 64, 128])
+_DERIVED = len(_REACHES) + 3  # features beside the choices of parameters
 _STRENGTH = 3.0  # of these, beside that of a choice
 _SCALE_OF_LEFT = 32.0
 
@@ -32,11 +33,15 @@ _SCALE_OF_LEFT = 32.0
 _LOST_AT_NONE, _REACH = 0.5, 8.0
 
 
+_NEVER = 0.05  # of the choices of parameters no kernel compiles with: what is expected before any outcome
+
+
 class Refusals:
     """The chance of configurations to pass."""
 
     def __init__(self) -> None:
         self._model: LogisticRegression | None = None
+        self._at_most: Floats | None = None
 
     def know(self, passed: Floats, refused: Floats) -> None:
         """Takes what passed and what did not, in the place of what was known before.
@@ -46,6 +51,7 @@ class Refusals:
             refused: The same.
         """
         self._model = None
+        self._at_most = _at_most(passed[:, :-_DERIVED], refused[:, :-_DERIVED])
         if len(passed) and len(refused):
             from sklearn.linear_model import LogisticRegression
 
@@ -58,7 +64,21 @@ class Refusals:
             found: Floats = 1 - _LOST_AT_NONE * np.exp(-asked[:, -1] * _SCALE_OF_LEFT / _REACH)
         else:
             found = expit(asked @ self._model.coef_[0] + self._model.intercept_[0])
+        if self._at_most is not None:
+            found = np.minimum(found, np.where(asked[:, :-_DERIVED] > 0, self._at_most, 1.0).min(axis=1))
         return found
+
+
+def _at_most(passed: Floats, refused: Floats) -> Floats:
+    """Of each choice the chance to pass at most, by those that have it.
+
+    A choice with which nothing has passed may be one with which nothing does: a regression that weighs all choices
+    learns that slowly. If it is none, its configurations pass as often as all do.
+    """
+    share = (len(passed) + 1) / (len(passed) + len(refused) + 2)
+    by_chance = (1 - _NEVER) * (1 - share) ** refused.sum(axis=0)
+    never_passed: Floats = np.where(passed.any(axis=0), 1.0, share * by_chance / (_NEVER + by_chance))
+    return np.where(refused.any(axis=0), never_passed, 1.0)
 
 
 def features(problem: Problem, device: Device, configs: Sequence[Config]) -> Floats:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...db.records import Environment, SearchRecord
 from ...gen.build.jobs import CompiledResources, Variant, job_limit
@@ -24,12 +24,13 @@ from ...gen.space import refusal, refusals, valid_configs
 from ..interrupts import Interrupts
 from ..lab.pool import Answered, Lost, Pool, Results, Work
 from ..lab.protocol import Bench
+from .clock import SearchClock
 from .compilers import Compilers
 from .cost_model import predict
 from .gates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
 from .options import SearchOptions
 from .patience import Patience
-from .progress import Pace, PhaseClock, Progress, Status
+from .progress import Pace, Progress, Status
 from .proposals import Outcome, Proposal, Proposals
 from .provenance import Machine, search_record
 from .result import Counts, SearchResult, kinds_of_refusal
@@ -41,10 +42,13 @@ from .worth import Worth
 if TYPE_CHECKING:
     from ...db.store import Store
 
-LOOK_AHEAD = 8
-"""Candidates that are proposed and not yet decided, for each GPU: what is chosen later is chosen knowing more. On an
-H200's 16 cores nvcc makes several kernels in the time that the GPU takes to verify and time one, so eight keep it busy.
-A constant, as what a sampler proposes depends on it: one seed is to be one search, on any number of cores."""
+LOOK_AHEAD = 12
+"""Candidates that are proposed and not yet decided, for each GPU: what is chosen later is chosen knowing more. So many
+compile at once: with eight, an H200 waited for compilers for a third of a search on 16 cores. Replayed searches of 30
+candidates end as near to the best with twelve, but not with sixteen. A constant, as what a sampler proposes depends on
+it: one seed is to be one search, on any number of cores."""
+
+_T = TypeVar("_T")
 
 Builder = Callable[[Source, str], Variant]
 """Compiles a source for a target. Several threads call it at once."""
@@ -119,7 +123,7 @@ class CandidateSearch(ABC):
         withheld: Collection[Config],
         benches: Mapping[str, Bench],
     ) -> None:
-        self.clock = PhaseClock()
+        self.clock = SearchClock(len(benches))
         self._machine = machine
         self.problem, self.device, self.options = problem, device, options
         self.space_device = EMULATED_CARDS[options.within] if options.within else device
@@ -139,6 +143,7 @@ class CandidateSearch(ABC):
         self._worth = Worth(options.min_gain, LOOK_AHEAD)
         self._refusals = kinds_of_refusal(refused, self.space_device)
         self._trials: list[Trial] = []
+        self._unwritten: deque[tuple[Config, Outcome, Counts]] = deque()  # decided, and not stored yet
         self._pace = Pace()
         self.builder, self._progress = builder, progress
         self._interrupts = Interrupts()
@@ -160,7 +165,7 @@ class CandidateSearch(ABC):
         """Does the search, and puts everything away. See `search.search`."""
         # Of more threads than candidates are compiled ahead, some would never have anything to do.
         threads = min(self._machine.compilers or job_limit(os.environ), self._look_ahead)
-        self._compilers: Compilers[Candidate, Compiled] = Compilers(self.compile, threads, self._results)
+        self._compilers: Compilers[Candidate, Compiled] = Compilers(self._compile, threads, self._results)
         self.pool = Pool(self._benches, self._results)
         with self._interrupts, self._progress:
             try:
@@ -219,6 +224,10 @@ class CandidateSearch(ABC):
             refused = refused or self._fewer_blocks(variant, limits_variant)
         return Compiled(variant, limits_variant, refused)
 
+    def _compile(self, candidate: Candidate) -> Compiled:
+        with self.clock.compiling():
+            return self.compile(candidate)
+
     @abstractmethod
     def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome | None:
         """What becomes of a candidate that the compilers have done with; None where a bench has to examine it."""
@@ -251,6 +260,10 @@ class CandidateSearch(ABC):
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
         """Takes note of a decision."""
 
+    @abstractmethod
+    def log(self, config: Config, outcome: Outcome) -> None:
+        """Stores a decision."""
+
     def try_candidates(self, proposals: Proposals) -> None:
         """Decides candidates until the trials, the time or the space is used up.
 
@@ -258,32 +271,42 @@ class CandidateSearch(ABC):
         were proposed, and each proposal follows a fixed number of outcomes. So the proposals depend on the seed and
         the outcomes alone, and not on which compiler was quick.
         """
+        try:
+            self._try_candidates(proposals)
+        finally:
+            while self._write_down():
+                pass
+
+    def _try_candidates(self, proposals: Proposals) -> None:
         self._total = min(self.options.trials, proposals.remaining)
         self._pace = Pace()  # what was done until now has another one
         waiting: deque[Candidate] = deque()
         proposed = 0
         self.tell("searching")
         while not self._time_is_up():
-            while len(waiting) < self._look_ahead and proposed < self._total:
+            self._take_what_is_done()  # first, so that no bench waits for a proposal
+            if len(waiting) < self._look_ahead and proposed < self._total:
                 self.learn_from_others(proposals)
                 candidate = None
                 if self._is_worth_it(proposals, self._total - proposed):
                     candidate = self._propose(proposals)
                 if candidate is None:
                     self._total = proposed
-                    break
+                    continue
                 waiting.append(candidate)
                 proposed += 1
-            if not waiting:
+                self._write_down()  # a decision makes room for a proposal, so there are few to be written
+            elif not waiting:
                 return
-            with self.clock.phase("propose"):
-                proposals.prepare()  # while the compilers are at the first few
-            if waiting[0].outcome:
+            elif waiting[0].outcome:
                 # One, and then the next proposal: how many are decided by now depends on the compilers.
                 _tell(proposals, waiting.popleft())
             else:
-                self.dispatch()
-                self._take(*self._next(self._time_left_s()))
+                with self.clock.phase("propose"):
+                    proposals.prepare()  # while the compilers are at the first few
+                if not self._write_down():
+                    self._take(*self._next(self._time_left_s()))
+        self.clock.none_is_ready()  # that is going to be measured
         while self.pool.busy:  # what was begun counts
             self._take(*self._next())
         self.notes.append(f"the time is up: {self._total - self.counts.decided} trials are left for the next search")
@@ -297,6 +320,8 @@ class CandidateSearch(ABC):
         compiled: dict[Config, Compiled] = {}
         while len(compiled) < len(wanted):
             task, result = self._next()
+            if isinstance(task, Candidate):
+                self.clock.is_taken()
             if isinstance(task, Candidate) and not task.proposal:  # else a trial that was begun before the time was up
                 compiled[task.config] = result
             elif isinstance(task, Lost):
@@ -316,12 +341,12 @@ class CandidateSearch(ABC):
         Raises:
             WorkerError: No bench can do anything any more.
         """
-        works = [Work(do, label=phase) for do in pieces]
+        works = [Work(self.counted(phase, do), label=phase) for do in pieces]
         for work in works:
             self.pool.submit(work)
         done: dict[int, Answered] = {}
         while len(done) < len(works):
-            task, result = self._next(phase=phase)
+            task, result = self._next()
             if isinstance(task, Work):
                 done[id(task)] = result
             elif isinstance(task, Lost):
@@ -342,22 +367,32 @@ class CandidateSearch(ABC):
 
     @contextmanager
     def wait(self, phase: str) -> Iterator[None]:
-        """Around a wait: its time is counted to the phase, and an interrupt may strike.
+        """Around a wait for something that is at work: it is counted to the phase, and an interrupt may strike.
 
         Raises:
             KeyboardInterrupt: One came, now or before.
         """
-        with self.clock.phase(phase), self._interrupts.striking():
+        with self.clock.at_work(phase), self._interrupts.striking():
             yield
 
-    def tell(self, phase: str, last: tuple[Config, str] | None = None) -> None:
-        """Tells people where it stands."""
+    def counted(self, phase: str, do: Callable[[Bench], _T]) -> Callable[[Bench], _T]:
+        """The same work for a bench, whose time is counted to a phase."""
+
+        def work(bench: Bench) -> _T:
+            with self.clock.at_work(phase):
+                return do(bench)
+
+        return work
+
+    def tell(self, phase: str, last: tuple[Config, str] | None = None, counts: Counts | None = None) -> None:
+        """Tells people where it stands, or stood when it had these counts."""
+        counts = counts or self.counts
         preset, default_cost = self.references()
-        left_s = [self._pace.left_s(self._total - self.counts.decided), self._time_left_s()]
+        left_s = [self._pace.left_s(self._total - counts.decided), self._time_left_s()]
         self._progress.update(
             Status(
                 phase,
-                replace(self.counts),
+                replace(counts),
                 self._total,
                 self.best,
                 last,
@@ -465,13 +500,36 @@ class CandidateSearch(ABC):
             self._compilers.submit(candidate)
         return candidate
 
-    def _next(self, timeout_s: float | None = None, phase: str = "") -> tuple[Any, Any]:
+    def _write_down(self) -> bool:
+        """Stores a decision, and tells it; returns whether there was one.
+
+        That takes a while, and is done after what GPUs and compilers wait for.
+        """
+        if not self._unwritten:
+            return False
+        config, outcome, counts = self._unwritten.popleft()
+        self.log(config, outcome)
+        if not self._unwritten:
+            self._store.decided(counts.decided)
+        self.tell("searching", (config, outcome.reason), counts)
+        return True
+
+    def _next(self, timeout_s: float | None = None) -> tuple[Any, Any]:
         """Waits for the compilers and the benches: a task and its result; twice None where the time is over."""
-        with self.wait(phase or ("time" if self.pool.busy else "compile")):
+        with self._interrupts.striking():
             task, result = self._results.next(timeout_s)
         if isinstance(task, Work):
             self.pool.release(task)
+        elif isinstance(task, Lost):
+            self.clock.loses_gpu()
         return task, result
+
+    def _take_what_is_done(self) -> None:
+        """Goes on with all that compilers and benches have done by now."""
+        self.dispatch()
+        while (done := self._next(0))[0] is not None:
+            self._take(*done)
+            self.dispatch()
 
     def _take(self, task: Any, result: Any) -> None:
         """Goes on with what was done."""
@@ -479,6 +537,7 @@ class CandidateSearch(ABC):
             self.notice(str(task))
         elif isinstance(task, Candidate):
             if outcome := self.decide(task, result):
+                self.clock.is_taken()
                 self._settle(task, outcome, result)
         elif isinstance(task, Work) and (found := self.examined(task, result)):
             self._settle(*found)
@@ -496,8 +555,7 @@ class CandidateSearch(ABC):
         row = self.figures(candidate.config, compiled)
         self._trials.append(Trial(self.counts.decided, row, outcome, stored, self.clock.elapsed_s()))
         self.settled(candidate, outcome)
-        self._store.decided(self.counts.decided)
-        self.tell("searching", (candidate.config, outcome.reason))
+        self._unwritten.append((candidate.config, outcome, replace(self.counts)))
 
     def _too_much_shared_memory(self, variant: Variant) -> Outcome | None:
         """That a block's static shared memory, of which arithmetic knows nothing, leaves too little for the dynamic."""

@@ -1,11 +1,9 @@
-"""What a search reports while it runs, and where its time goes."""
+"""What a search reports while it runs."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,42 +16,6 @@ if TYPE_CHECKING:
 _PLAIN_INTERVAL_S = 5.0
 _SHOWN_WORKERS = 8
 _PACE_WINDOW = 20  # candidates: presets and what is stored already have another pace than the rest
-
-
-class PhaseClock:
-    """Splits wall time into named phases; what is no waiting for others is overhead."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._seconds = {"compile": 0.0, "verify": 0.0, "time": 0.0, "begin": 0.0, "propose": 0.0}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Counts the time within to a phase."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] += time.perf_counter() - start
-
-    def move(self, phase: str, other: str, seconds: float) -> None:
-        """Counts a part of a phase, if there is so much of it, to another."""
-        seconds = min(seconds, self._seconds[phase])
-        self._seconds[phase] -= seconds
-        self._seconds[other] += seconds
-
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self._start
-
-    def seconds(self) -> dict[str, float]:
-        """By phase, with ``overhead`` and ``total``.
-
-        Waited for are ``compile``, ``verify`` and ``time``; in the latter two the GPU is busy. ``begin`` (listing the
-        space) and ``propose`` are parts of ``overhead``, which is all the rest.
-        """
-        total = self.elapsed_s()
-        waited = sum(self._seconds[phase] for phase in ("compile", "verify", "time"))
-        return {**self._seconds, "overhead": total - waited, "total": total}
 
 
 class Pace:

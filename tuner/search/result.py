@@ -67,8 +67,9 @@ class SearchResult:
         counts: How many went which way.
         arithmetic_refusals: Kinds of refusal before compiling, and how often.
         trials: The candidates that were decided, in this order.
-        seconds: Wall time by phase: ``compile`` (waiting for it), ``verify``, ``time``, ``overhead`` (all the
-            rest, of which ``begin`` lists the space and ``propose`` chooses candidates), ``total``.
+        seconds: Wall time as `clock.SearchClock` splits it: ``verify`` and ``time`` (a GPU is at work), ``compile``
+            (only compilers are), ``overhead`` (all the rest), ``total``; and what the process took for ``begin``, which
+            lists the space, and for ``propose``, which chooses candidates, whether or not anything waited for it.
         notes: What else a person should know.
         emulate: The card whose pace candidates were slowed to (``sm_120``), else None. Then cycles rank, and ``winner``
             is the best emulated one, which is nobody's winner.
@@ -199,10 +200,9 @@ class SearchResult:
         total = self.seconds["total"]
         shares = ", ".join(f"{phase} {self.seconds[phase]:.1f} s" for phase in ("compile", "verify", "time"))
         overhead = self.seconds["overhead"]
-        parts = f"to begin {self.seconds['begin']:.1f} s, to propose {self.seconds['propose']:.1f} s"
-        lines.append(
-            f"{total:.1f} s: waiting for {shares}; overhead {overhead:.1f} s ({100 * overhead / total:.1f} %): {parts}"
-        )
+        share = f"{overhead:.1f} s ({100 * overhead / total:.1f} %)"
+        parts = f"beginning took {self.seconds['begin']:.1f} s, proposing {self.seconds['propose']:.1f} s"
+        lines.append(f"{total:.1f} s: waiting for {shares}; overhead {share}; {parts}, most of it beside the others")
         return lines
 
     def _predicted_cells(self, row: Row) -> list[str]:

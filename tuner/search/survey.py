@@ -157,6 +157,9 @@ class Survey(CandidateSearch):
         return replace(super().figures(config, compiled), max_error=self._max_errors.get(config))
 
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
+        pass
+
+    def log(self, config: Config, outcome: Outcome) -> None:
         pass  # the study is of times, and there is none
 
     def _verify(self, host_variant: Variant | None) -> VerificationRecord | None:

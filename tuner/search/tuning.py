@@ -55,7 +55,6 @@ class _Ready:
         candidate: The candidate.
         compiled: What the compilers made of it.
         variant: What of that runs.
-        variant_id: Its id in the store.
         reference: What it is timed beside, and the cost of that.
         alone: It is tried once more, with nothing beside it at first.
         avoid: The bench on which it failed.
@@ -64,7 +63,6 @@ class _Ready:
     candidate: Candidate
     compiled: Compiled
     variant: Variant
-    variant_id: int
     reference: tuple[Config, float] | None = None
     alone: bool = False
     avoid: str | None = None
@@ -99,6 +97,7 @@ class Tuning(CandidateSearch):
         self._default_cost: float | None = None
         self._unfit: dict[Config, str] = {}
         self._compiled: deque[_Ready] = deque()
+        self._variant_ids: dict[Config, int] = {}
         self._references: dict[Config, Variant] = {}
         self._paces: dict[str, float] = {}  # how much longer than its cost says a reference took at first, by bench
         self._noisy = 0
@@ -207,16 +206,21 @@ class Tuning(CandidateSearch):
         return self._outcome(stored.record.cycles if self.options.emulate else stored.record.median_ms)
 
     def decide(self, candidate: Candidate, compiled: Compiled) -> Outcome | None:
+        outcome = compiled.refused
+        if outcome is None and compiled.variant is None:
+            outcome = Outcome("failed", reason="it was not compiled", kind="compiler")
+        if outcome is None and compiled.variant:
+            outcome = self._measured(candidate, compiled.variant.machine_code)
+            if outcome:
+                self.counts.stored += 1  # other text of the same kernel
+            else:
+                self._compiled.append(_Ready(candidate, compiled, compiled.variant))
+                self.dispatch()  # before anything is written: the bench need not wait for that
         if compiled.limits_variant:
             self._store.record_variant(compiled.limits_variant)
-        variant_id = self._store.record_variant(compiled.variant) if compiled.variant else None
-        if compiled.refused or compiled.variant is None or variant_id is None:
-            return compiled.refused or Outcome("failed", reason="it was not compiled", kind="compiler")
-        if known := self._measured(candidate, compiled.variant.machine_code):
-            self.counts.stored += 1  # other text of the same kernel
-            return known
-        self._compiled.append(_Ready(candidate, compiled, compiled.variant, variant_id))
-        return None
+        if compiled.variant:
+            self._variant_ids[candidate.config] = self._store.record_variant(compiled.variant)
+        return outcome
 
     def dispatch(self) -> None:
         while not self._time_is_up():
@@ -229,6 +233,7 @@ class Tuning(CandidateSearch):
             # PyTorch's default runs beside the first alone: people are told what is gained over it.
             first = not (self._timings or self.pool.busy or self.options.emulate)
             self._compiled.remove(ready)
+            self.clock.is_taken()
             ready = replace(ready, reference=reference)
             examination = Examination(
                 self.problem,
@@ -239,7 +244,7 @@ class Tuning(CandidateSearch):
                 ready.alone,
             )
             label = short_form(ready.candidate.config)
-            self.pool.submit(Work(examination, ready, ready.avoid, label))
+            self.pool.submit(Work(self.counted("time", examination), ready, ready.avoid, label))
 
     def _reference(self) -> tuple[Config, float] | None:
         """What candidates are timed beside, and its cost: the best so far that there is a kernel of."""
@@ -256,6 +261,7 @@ class Tuning(CandidateSearch):
         if report.error and report.error.fault.maybe_from_outside and not ready.alone:
             self.notice(f"{short_form(config)}: {report.error}; it is tried once more, alone")
             self._compiled.appendleft(replace(ready, alone=True, avoid=work.bench))
+            self.clock.is_ready()
             return None
         if report.reference_fell and ready.reference:
             self._references.pop(ready.reference[0], None)
@@ -291,11 +297,11 @@ class Tuning(CandidateSearch):
         """
         config = ready.candidate.config
         if report.verification:
-            self._store.record_verification(ready.variant_id, report.verification)
+            self._store.record_verification(self._variant_ids[config], report.verification)
             self._max_errors[config] = report.verification.max_error
         if report.timings is None or outcome.cost is None:
             return
-        self._store.record_timing(ready.variant_id, config, report.timings, self._policy)
+        self._store.record_timing(self._variant_ids[config], config, report.timings, self._policy)
         if config.id in report.timings.cycles:
             self._cycles[config] = report.timings.cycles[config.id]
         self.counts.measured += 1
@@ -364,8 +370,10 @@ class Tuning(CandidateSearch):
         )
 
     def settled(self, candidate: Candidate, outcome: Outcome) -> None:
-        self._patience(lambda: self._log.add(candidate.config, outcome, self._store.search_id))
         self._note(candidate.config, outcome)
+
+    def log(self, config: Config, outcome: Outcome) -> None:
+        self._patience(lambda: self._log.add(config, outcome, self._store.search_id))
 
     def _note(self, config: Config, outcome: Outcome) -> None:
         if outcome.reason:

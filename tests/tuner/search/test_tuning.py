@@ -53,14 +53,17 @@ from bwdtune.gen.render import Source
 from bwdtune.gen.space import refusal
 from bwdtune.tuner.lab.gpu_client import Worker
 from bwdtune.tuner.lab.peers import DEFAULT, PEERS
+from bwdtune.tuner.lab.pool import Results
 from bwdtune.tuner.lab.protocol import CandidateError, Fault, WorkerError
 from bwdtune.tuner.lab.timing import SEARCH_POLICY, Timing, Timings, TimingStyle
 from bwdtune.tuner.search import candidates, progress, proposals
+from bwdtune.tuner.search import clock as search_clock
 from bwdtune.tuner.search.candidates import LOOK_AHEAD
 from bwdtune.tuner.search.cost_model import predict, ranked
 from bwdtune.tuner.search.gates import EMULATED_SPILL_BOUND_BYTES, SPILL_BOUND_BYTES
 from bwdtune.tuner.search.options import SAMPLERS, SearchOptions
 from bwdtune.tuner.search.progress import progress_for
+from bwdtune.tuner.search.proposals import Proposal, Proposals
 from bwdtune.tuner.search.result import SearchResult
 from bwdtune.tuner.search.search import search
 from bwdtune.tuner.search.tuning import HEAD_STARTS
@@ -828,7 +831,7 @@ def test_the_time_limit_ends_a_search_with_a_race(database: Path, monkeypatch: p
     bench = FakeBench()
     # Each timing takes a second.
     clock = SimpleNamespace(perf_counter=lambda: float(len(bench.timed)), monotonic=lambda: 0.0)
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(search_clock, "time", clock)
     result = run_search(database, trials=1000, time_s=6, bench=bench)
     assert result.status == "complete"
     assert result.counts.decided == 6
@@ -1297,7 +1300,8 @@ def test_progress_tells_what_each_of_several_gpus_is_at(database: Path) -> None:
 def test_the_time_left_follows_the_pace_and_the_limit(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = FakeBench()
     clock = SimpleNamespace(perf_counter=lambda: 2.0 * len(bench.timed), monotonic=lambda: 0.0)  # 2 s a candidate
-    monkeypatch.setattr(progress, "time", clock)
+    for module in (progress, search_clock):
+        monkeypatch.setattr(module, "time", clock)
     told = Told()
     run_search(database, trials=40, time_s=50, bench=bench, progress=told)
     left = {status.counts.decided: status.left_s for status in told.statuses if status.phase == "searching"}
@@ -1367,16 +1371,46 @@ def test_a_survey_lists_what_is_predicted(database: Path) -> None:
 
 
 def test_overhead_is_small(database: Path) -> None:
-    """All but compiling, checking and timing: told, and little for each candidate."""
+    """What a GPU or the compilers wait for this process: told, and little for each candidate."""
     start = time.process_time()  # a busy machine does not matter
     result = run_search(database, trials=60, bench=FakeBench(delay_s=0.005))
     assert (time.process_time() - start) / 60 < 0.15
     seconds = result.seconds
     waited = sum(seconds[phase] for phase in ("compile", "verify", "time"))
     assert seconds["total"] == pytest.approx(waited + seconds["overhead"])
-    assert 0 < seconds["begin"] + seconds["propose"] < seconds["overhead"]
+    assert 0 < seconds["overhead"] < seconds["total"]
+    assert seconds["begin"] + seconds["propose"] > 0
     (told,) = [line for line in result.summary() if "overhead" in line]
-    assert f"to propose {seconds['propose']:.1f} s" in told
+    assert f"proposing {seconds['propose']:.1f} s" in told
+
+
+def test_a_gpu_does_not_wait_for_proposals(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled at one choice runs before the next is made."""
+    compiled, begun, chosen = threading.Event(), threading.Event(), []
+    put, choose = Results.put, Proposals.next
+
+    def note(self: Results, task: Any, result: Any) -> None:
+        put(self, task, result)
+        compiled.set()
+
+    def next_one(self: Proposals) -> Proposal | None:
+        if chosen:
+            assert compiled.wait(30)
+        if len(chosen) > 1:
+            assert begun.wait(30)
+        chosen.append(choose(self))
+        return chosen[-1]
+
+    class Bench(FakeBench):
+        def verify(self, problem: Problem, variant: Variant) -> VerificationRecord:
+            begun.set()
+            return super().verify(problem, variant)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Results, "put", note)
+        patch.setattr(Proposals, "next", next_one)
+        run_search(database, bench=Bench(), trials=LOOK_AHEAD)
+    assert len(chosen) == LOOK_AHEAD
 
 
 def test_the_winner_of_another_card_is_left_alone(database: Path) -> None:

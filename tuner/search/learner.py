@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,9 @@ from .history import History
 from .refusals import Refusals, features
 from .residual import Residual, feature_sizes
 from .residual import features as residual_features
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
 
 Floats = NDArray[np.float64]
 
@@ -241,6 +247,10 @@ class Learner:
             return
         import sklearn.linear_model  # noqa: F401  so that the first refusal need not wait for it
 
+        with _one_thread():
+            self._prepare()
+
+    def _prepare(self) -> None:
         random = np.random.default_rng(self._seed)
         members = {name: self.space.members(name) for name in FAMILIES}
         left = POOL
@@ -271,6 +281,17 @@ class Learner:
             left: Trials that are left, this one included.
         """
         self.prepare()
+        with _one_thread():
+            return self._choose(untried, measured, refused, pending, left)
+
+    def _choose(
+        self,
+        untried: NDArray[np.bool_],
+        measured: Mapping[int, float],
+        refused: Sequence[int],
+        pending: Sequence[int],
+        left: int,
+    ) -> Choice:
         best = self._know(measured)
         # Another one that passes, of many, says little.
         if len(refused) != self._refused or len(measured) >= _GROWN * self._passed:
@@ -305,7 +326,8 @@ class Learner:
     def expected(self, measured: Mapping[int, float], asked: Sequence[int] | Indices) -> Floats:
         """What configurations are expected to cost, after these costs: logarithms, in the unit of the costs."""
         self.prepare()
-        self._know(measured)
+        with _one_thread():
+            self._know(measured)
         found = np.zeros(len(asked))
         for family in self._families:
             mine = [place for place, index in enumerate(asked) if self._is_of(index, family)]
@@ -355,6 +377,22 @@ class Learner:
             draws[random.random(draws.shape) > chances] = 0.0
             lowest = np.minimum(lowest, draws.min(axis=1))
         return float(-np.expm1(lowest).mean())
+
+
+def _one_thread() -> AbstractContextManager[Any]:
+    """Has linear algebra run in this thread alone.
+
+    These matrices are small. While compilers have the cores, several threads wait for each other at each product, and
+    a choice takes ten times as long. The same seed also gives the same search on any number of cores.
+    """
+    return _thread_pools().limit(limits=1, user_api="blas")
+
+
+@cache
+def _thread_pools() -> ThreadpoolController:
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()  # looking for the libraries takes a while
 
 
 def _expected_improvement(mean: Floats, deviation: Floats, best: float) -> Floats:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from landscape import cost_ms
 from search_fakes import PROBLEM, parameter, space
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from bwdtune.gen.device import H200
 from bwdtune.gen.families import FAMILIES, PRESETS, Config
@@ -225,6 +226,20 @@ def test_what_every_compiler_refuses_is_learned_after_a_few(name: str, value: ob
 def test_the_best_of_a_landscape_that_the_cost_model_has_wrong_is_found() -> None:
     best = min(map(cost_ms, space(PROBLEM, H200)))
     assert min(map(cost_ms, search(60))) <= 1.03 * best
+
+
+def test_a_choice_needs_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are the compilers': threads that wait for a core make it ten times as slow."""
+    chances, threads = Refusals.chances, set()
+
+    def watched(self: Refusals, asked: np.ndarray) -> np.ndarray:
+        threads.update(pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas")
+        return chances(self, asked)
+
+    monkeypatch.setattr(Refusals, "chances", watched)
+    with threadpool_limits(limits=2, user_api="blas"):
+        search(LOOK_AHEAD + 2)
+    assert threads == {1}
 
 
 def test_a_choice_takes_little_time() -> None:

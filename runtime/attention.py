@@ -477,7 +477,7 @@ def _simplest(seqlen_q: int, seqlen_kv: int, causal: bool, features: Features) -
     window = (left, UNLIMITED if causal else right)
     masked = causal or window != PLAIN.window
     bottom_right = features.bottom_right and masked and seqlen_q != seqlen_kv
-    if window == features.window and bottom_right == features.bottom_right:
+    if window == features.window and not features.bottom_right:
         return causal, features
     # Not by `replace`, which torch.compile knows of late.
     return causal, Features(window, bottom_right, features.softcap, features.sequences)

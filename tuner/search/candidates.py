@@ -273,9 +273,10 @@ class CandidateSearch(ABC):
         """
         try:
             self._try_candidates(proposals)
-        finally:
-            while self._write_down():
-                pass
+        except (Exception, KeyboardInterrupt):
+            self._write_all()
+            raise
+        self._write_all()
 
     def _try_candidates(self, proposals: Proposals) -> None:
         self._total = min(self.options.trials, proposals.remaining)
@@ -500,6 +501,10 @@ class CandidateSearch(ABC):
             self._compilers.submit(candidate)
         return candidate
 
+    def _write_all(self) -> None:
+        while self._write_down():
+            pass
+
     def _write_down(self) -> bool:
         """Stores a decision, and tells it; returns whether there was one.
 
@@ -509,8 +514,7 @@ class CandidateSearch(ABC):
             return False
         config, outcome, counts = self._unwritten.popleft()
         self.log(config, outcome)
-        if not self._unwritten:
-            self._store.decided(counts.decided)
+        self._store.decided(counts.decided)
         self.tell("searching", (config, outcome.reason), counts)
         return True
 

@@ -30,6 +30,7 @@ from ...gen.errors import BwdtuneError
 from ...gen.families import Config, preset_name
 from ...gen.problem import Problem, distance
 from ...gen.render import Source, render, template_hash
+from ...gen.space import refusal
 from ..lab.peers import DEFAULT
 from ..lab.timing import SEARCH_POLICY, Policy, Timings
 from .gates import SPILL_BOUND_BYTES
@@ -285,7 +286,7 @@ class SearchStore(VariantStore):
     def outcomes_elsewhere(self, device: Device) -> list[Outcomes]:
         """What was found of the nearest problems, on this card and others, and of kernels of this kind.
 
-        What this search's own study has is left out.
+        What this search's own study has is left out, and what is not valid: anybody may have written it.
 
         Args:
             device: The card of the search.
@@ -313,7 +314,8 @@ class SearchStore(VariantStore):
                 card = replace(device_for_arch(arch), name=gpu.name)
             except BwdtuneError:  # another version's target
                 continue
-            found.append(Outcomes(problem, card, {config: median(one) for config, one in times.items()}))
+            costs_there = {config: median(one) for config, one in times.items() if not refusal(problem, config, card)}
+            found.append(Outcomes(problem, card, costs_there))
         return found
 
     def _came_through(self, device: Device) -> dict[Config, bool]:
@@ -327,7 +329,7 @@ class SearchStore(VariantStore):
         for arch, bound in gates.items():
             for config, passed in self._passed(arch, bound).items():
                 found[config] = passed and found.get(config, True)
-        return found
+        return {config: passed for config, passed in found.items() if not refusal(self._problem, config, device)}
 
     def _passed(self, arch: str, bound_bytes: int) -> dict[Config, bool]:
         """Whether what was compiled last for a target spilled no more than that."""

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from search_fakes import PROBLEM, FakeBench, FakeBuilder, parameter, run_search
+from search_fakes import ENVIRONMENT, PROBLEM, FakeBench, FakeBuilder, parameter, run_search
 
+from bwdtune.db.records import MeasurementRecord, VariantRecord
+from bwdtune.db.store import Store
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.families import FAMILIES, PRESETS, Config
 from bwdtune.gen.problem import Problem
-from bwdtune.gen.space import valid_configs
+from bwdtune.gen.space import refusal, representatives, valid_configs
 from bwdtune.tuner.search.cost_model import predict
 from bwdtune.tuner.search.history import MOST, History, Outcomes, apart
+from bwdtune.tuner.search.options import SearchOptions
+from bwdtune.tuner.search.patience import Patience
 from bwdtune.tuner.search.replay import replay
+from bwdtune.tuner.search.search_store import SearchStore
 from bwdtune.tuner.search.sweep import Sweep, SweepRow, stratified
 
 OTHER = Problem.parse("16_16_2048_128", causal=True)
@@ -145,3 +151,15 @@ def test_a_search_begins_with_what_did_not_compile_for_another_problem(tmp_path:
     tried(tmp_path / "kin.sqlite", KIN, 12, builder)
     taught, alone = (tried(tmp_path / name, PROBLEM, 8, builder) for name in ("kin.sqlite", "empty.sqlite"))
     assert sum(map(slow, taught)) <= 1 < sum(map(slow, alone))
+
+
+def test_what_no_search_has_stored_is_passed_over(tmp_path: Path) -> None:
+    """A database is handed round: what its rows say need not be possible."""
+    odd = next(config for config in representatives() if refusal(KIN, config, H200))
+    with closing(Store.open(tmp_path / "results.sqlite")) as store:
+        record = VariantRecord(odd, "0" * 16, "0" * 16, "sm_90a", "13.0.88", spill_bytes=0)
+        measurement = MeasurementRecord(ENVIRONMENT, "search-1", 1.0, 0.9, 1.1, 20)
+        store.record_measurement(KIN, store.record_variant(KIN, record), measurement)
+        options = SearchOptions()
+        found = SearchStore(store, PROBLEM, options, ENVIRONMENT, Patience(False, print)).outcomes_elsewhere(H200)
+    assert not any(outcomes.costs or outcomes.compiled for outcomes in found)

@@ -25,9 +25,12 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_configure() -> None:
-    # What a shell starts in the background ignores Ctrl-C, children included: those that a test sends it would go on.
+    # What a shell starts in the background ignores Ctrl-C, and what nohup starts SIGHUP, children included: those that
+    # a test sends such a signal would go on.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

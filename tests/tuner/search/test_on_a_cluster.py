@@ -31,7 +31,7 @@ def nodes() -> Iterator[tuple[Any, list[Any]]]:
         environ.setenv("PYTHONPATH", str(Path(fake_cluster.__file__).parent))  # of the nodes' processes
         from ray.cluster_utils import Cluster
 
-        room = {"num_cpus": 3, "num_gpus": 1, "object_store_memory": 80 * 2**20}
+        room = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 80 * 2**20}
         quick = {"health_check_period_ms": 500}  # else a node is missed after a quarter of a minute
         head = {**room, "include_dashboard": False, "_system_config": quick}
         found = Cluster(initialize_head=True, head_node_args=head)

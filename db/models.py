@@ -1,4 +1,4 @@
-"""The schema. `migrations` makes and upgrades it; a test holds the two together.
+"""The schema: a new database has it from here, an older one is upgraded by `migrations`. A test holds the two together.
 
 A winner refers to its verification and measurement by composite foreign keys that carry the problem, the variant and
 the verdict, and CHECKs pin the verdict: a winner that did not pass, was not measured, or borrows another variant's

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from .cached import cached_property
 from .errors import UsageError
 from .lengths import lengths
 
@@ -390,7 +390,7 @@ class Problem:
         """Bytes of the bias, of which a mask may leave some unread; 0 where there is none."""
         return math.prod(self.bias_shape) * BIAS_ELEMENT_BYTES[self.bias_dtype] if self.bias else 0
 
-    @functools.cached_property
+    @cached_property
     def _log_sizes(self) -> tuple[float, ...]:
         """What `distance` compares."""
         sizes = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .cached import cached_property
 from .device import H200, Device
 from .emulation import emulation
 from .errors import UsageError
@@ -39,7 +40,7 @@ class Source:
     emulate: str | None = None
     probed: bool = False
 
-    @functools.cached_property
+    @cached_property
     def hash(self) -> str:
         """The first 16 hexadecimal digits of the text's SHA-256."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:_HASH_DIGITS]

@@ -8,7 +8,6 @@ an entry too, so it is paid for only once.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -27,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..cached import cached_property
 from ..errors import BwdtuneError, UsageError
 from ..paths import CACHE_VARIABLE, cache_dir, writable_cache_dir
 from . import compile_step
@@ -103,7 +103,7 @@ class Variant:
     kernels: dict[str, CompiledResources] = field(default_factory=dict)
     lasting: bool = True
 
-    @functools.cached_property
+    @cached_property
     def machine_code(self) -> str | None:
         """What tells this kernel from another: the hash of its machine code, read from the library.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...db.shipped import Shipped, read_shipped
+from ...gen.cached import cached_property
 from ...gen.errors import BwdtuneError
 from ...gen.problem import OF_ROWS, Problem
 from .records import Row
@@ -42,7 +42,7 @@ class Rows:
         others = self._by_kind.get(problem.without_row_features.kernel_spec, ())
         return [*own, *(replace(row, problem=replace(row.problem, **features), stands_in=True) for row in others)]
 
-    @functools.cached_property
+    @cached_property
     def _by_kind(self) -> dict[str, list[Row]]:
         found: dict[str, list[Row]] = {}
         for row in sorted(self.rows, key=lambda row: (row.shipped, row.limits or "", row.problem, row.config.id)):

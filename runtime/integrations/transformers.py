@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ...gen.cached import cached_property
 from ...gen.problem import UNLIMITED
 from ..attention import attention, attention_varlen, unsupported
 
@@ -99,7 +100,7 @@ class Mask:
     packing: Packing | None
     arguments: Mapping[str, Any]
 
-    @functools.cached_property
+    @cached_property
     def tensor(self) -> torch.Tensor:
         """The same mask as a boolean (B, 1, S, S)."""
         return _tensor_mask(**{**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})

@@ -158,12 +158,8 @@ def attention(
     if not plain and (reason := _shape_objection(q, k, v, enable_gqa)):
         raise ValueError(reason)
     cast_q, cast_k, cast_v = _autocast(q, k, v)
-    if bias is not None:
-        bias = _broadcastable(bias, q, k, cast_q.dtype)
-    if alibi_slopes is not None:
-        features = _with_slopes(features, alibi_slopes, q.shape[0], q.shape[1])
+    features, bias, of_bias = _biased(q, k, cast_q.dtype, features, bias, alibi_slopes)
     scale_used = q.shape[-1] ** -0.5 if scale is None else scale
-    of_bias = None if bias is None else Bias(bias.shape, bias.dtype, _needs_gradient(bias))
     call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None, of_bias)
     gradient = _needs_gradient(q, k, v, sink, bias)
     found = None
@@ -396,6 +392,24 @@ def _broadcastable(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, dtype: 
     return bias if torch.promote_types(bias.dtype, wide) == wide else bias.to(wide)
 
 
+def _biased(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    dtype: torch.dtype,
+    features: Features,
+    bias: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> tuple[Features, torch.Tensor | None, Bias | None]:
+    """The features with ALiBi slopes, a bias as it is taken beside q of the given dtype, and what a call says of it."""
+    of_bias = None
+    if bias is not None:
+        bias = _broadcastable(bias, q, k, dtype)
+        of_bias = Bias(bias.shape, bias.dtype, _needs_gradient(bias))
+    if slopes is not None:
+        features = _with_slopes(features, slopes, q.shape[0], q.shape[1])
+    return features, bias, of_bias
+
+
 def _is_mask(bias: torch.Tensor | None, q: torch.Tensor, causal: bool) -> bool:
     """Whether PyTorch's function takes a bias as its mask: alone, and in the dtype of q."""
     return bias is not None and bias.dtype == q.dtype and not causal
@@ -534,12 +548,8 @@ def problem_of(
     if (bias is not None or alibi_slopes is not None) and (reason := _shape_objection(q, k, v, enable_gqa)):
         raise ValueError(reason)
     q, k, v = _autocast(q, k, v)
-    if bias is not None:
-        bias = _broadcastable(bias, q, k, q.dtype)
-    if alibi_slopes is not None:
-        features = _with_slopes(features, alibi_slopes, q.shape[0], q.shape[1])
+    features, bias, of_bias = _biased(q, k, q.dtype, features, bias, alibi_slopes)
     scale_used = q.shape[-1] ** -0.5 if scale is None else scale
-    of_bias = None if bias is None else Bias(bias.shape, bias.dtype, _needs_gradient(bias))
     call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None, of_bias)
     try:
         return _admission(call, q, k, v)[1] or call.problem(q, k)

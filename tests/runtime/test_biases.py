@@ -17,7 +17,7 @@ from operator_kernels import Kernels, leaves
 from stub_kernels import stub_library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
-from torch.utils.checkpoint import checkpoint
+from ways_to_gradients import WAYS
 
 import bwdtune
 from bwdtune.gen.build.jobs import build_one
@@ -392,27 +392,6 @@ def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) 
     return output.float().square().sum()
 
 
-def compiled(*inputs: torch.Tensor) -> Tensors:
-    torch._dynamo.reset()
-    return torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*inputs), inputs)
-
-
-def autocast(*inputs: torch.Tensor) -> Tensors:
-    wide = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    with torch.autocast("cpu", torch.bfloat16):
-        total = loss(*wide)
-    return torch.autograd.grad(total, wide)
-
-
-WAYS: dict[str, Callable[..., Tensors]] = {
-    "torch.compile": compiled,
-    "checkpoint": lambda *inputs: torch.autograd.grad(checkpoint(loss, *inputs, use_reentrant=False), inputs),
-    "torch.func": lambda *inputs: torch.func.grad(loss, argnums=(0, 1, 2, 3))(*inputs),
-    "autocast": autocast,
-    "a graph that is differentiated": lambda *inputs: torch.autograd.grad(loss(*inputs), inputs, create_graph=True),
-}
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_a_gradient(ours: Kernels, way: str) -> None:
     q, k, v = leaves(1, 4, 2, 20, 20, head_dim=32)
@@ -420,7 +399,7 @@ def test_ways_to_a_gradient(ours: Kernels, way: str) -> None:
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     output, _ = exact(*wide[:3], bias=wide[3], alibi_slopes=slopes(4), is_causal=True)
     right = torch.autograd.grad(output.square().sum(), wide)
-    for found, theirs in zip(WAYS[way](*inputs), right, strict=True):
+    for found, theirs in zip(WAYS[way](loss, *inputs), right, strict=True):
         assert_near(found, theirs)
     assert all((problem.bias, problem.alibi) == ("B_1_S", True) for problem in ours.asked)
 

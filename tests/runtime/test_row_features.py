@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from exact_attention import assert_near, assert_right, exact
 from operator_kernels import Kernels, leaves
 from torch.library import opcheck
-from torch.utils.checkpoint import checkpoint
+from ways_to_gradients import WAYS
 
 import bwdtune
 from bwdtune.gen.problem import Problem
@@ -254,36 +253,13 @@ def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor) 
     return output.float().square().sum() + lse.square().sum()
 
 
-def compiled(*inputs: torch.Tensor) -> Tensors:
-    torch._dynamo.reset()
-    return torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*inputs), inputs)
-
-
-def autocast(*inputs: torch.Tensor) -> Tensors:
-    wide = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    with torch.autocast("cpu", torch.bfloat16):
-        total = loss(*wide)
-    return torch.autograd.grad(total, wide)
-
-
-WAYS: dict[str, Callable[..., Tensors]] = {
-    "torch.compile": compiled,
-    "checkpoint": lambda *inputs: torch.autograd.grad(checkpoint(loss, *inputs, use_reentrant=False), inputs),
-    "torch.func": lambda *inputs: torch.func.grad(loss, argnums=(0, 1, 2, 3))(*inputs),
-    "autocast": autocast,
-    "compiled by a graph that is differentiated": lambda *inputs: torch.autograd.grad(
-        loss(*inputs), inputs, create_graph=True
-    ),
-}
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_a_gradient(ours: Kernels, way: str) -> None:
     inputs = (*leaves(1, 4, 2, 20, 20, head_dim=32), sinks(4))
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     output, lse = exact(*wide, is_causal=True)
     right = torch.autograd.grad(output.square().sum() + lse.square().sum(), wide)
-    for found, theirs in zip(WAYS[way](*inputs), right, strict=True):
+    for found, theirs in zip(WAYS[way](loss, *inputs), right, strict=True):
         assert_near(found, theirs)
 
 

@@ -153,7 +153,7 @@ def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
 
 
 kernels = pytest.mark.parametrize(
-    ("problem", "config"), [*PLAIN, *FEATURED], ids=lambda value: getattr(value, "kind", value)
+    ("problem", "config"), [*PLAIN, *FEATURED], ids=lambda value: getattr(value, "kernel_spec", value)
 )
 
 

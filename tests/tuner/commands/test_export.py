@@ -192,7 +192,7 @@ FEATURED = (
 KINDS = pytest.mark.parametrize(
     ("problem", "preset"),
     [(CAUSAL, "v3"), (FULL_FP16, "v2"), *((problem, "v2") for problem in FEATURED)],
-    ids=lambda value: getattr(value, "kind", value),
+    ids=lambda value: getattr(value, "kernel_spec", value),
 )
 
 

@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 VERSION_TABLE = "bwdtune_schema_version"
 """Alembic's version table. Not Alembic's own name for it: Optuna keeps its `alembic_version` in the same database."""
 
-SCHEMA = "0009"
+SCHEMA = "0010"
 """The schema of this version of the program: the newest revision in `migrations`."""
 
 # CHECKs cannot name infinity portably. NaN fails as well: SQLite makes it NULL, PostgreSQL puts it above all numbers.
@@ -61,6 +61,7 @@ class ProblemRow(Base):
             "bias",
             "bias_dtype",
             "bias_grad",
+            "value_head_dim",
             name="identity",
         ),
         sa.CheckConstraint(
@@ -92,6 +93,7 @@ class ProblemRow(Base):
     bias: Mapped[str] = mapped_column(sa.String(16), server_default="")
     bias_dtype: Mapped[str] = mapped_column(sa.String(16), server_default="")
     bias_grad: Mapped[bool] = mapped_column(server_default=sa.false())
+    value_head_dim: Mapped[int] = mapped_column(server_default="0")
 
 
 class ConfigurationRow(Base):
@@ -125,6 +127,7 @@ class VariantRow(Base):
             "bias",
             "bias_dtype",
             "bias_grad",
+            "value_head_dim",
             "source_hash",
             "arch",
             "toolchain",
@@ -150,6 +153,7 @@ class VariantRow(Base):
     bias: Mapped[str] = mapped_column(sa.String(16), server_default="")
     bias_dtype: Mapped[str] = mapped_column(sa.String(16), server_default="")
     bias_grad: Mapped[bool] = mapped_column(server_default=sa.false())
+    value_head_dim: Mapped[int] = mapped_column(server_default="0")
     source_hash: Mapped[str] = mapped_column(sa.String(64))
     template_hash: Mapped[str] = mapped_column(sa.String(64))
     machine_code: Mapped[str | None] = mapped_column(sa.String(64))

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from ..gen.errors import BwdtuneError
 from ..gen.families import Config, config_from_dict
-from ..gen.problem import BIAS, CAUSAL, FLAGS, WINDOW, Problem
+from ..gen.problem import BIAS, CAUSAL, FLAGS, VALUE_HEAD_DIM, WINDOW, Problem
 from .errors import InvalidRecord
 from .models import (
     BestRow,
@@ -53,7 +53,7 @@ def kind_of(problem: Problem) -> dict[str, Any]:
         "head_dim": problem.head_dim,
         "causal": problem.mask == CAUSAL,
         "windowed": problem.mask == WINDOW,
-        **{name: getattr(problem, name) for name in (*FLAGS, *BIAS)},
+        **{name: getattr(problem, name) for name in (*FLAGS, *BIAS, VALUE_HEAD_DIM)},
     }
 
 
@@ -158,6 +158,7 @@ def _select_best(best: type[BestRow], *conditions: Condition) -> sa.Executable:
             ProblemRow.window_right,
             *(getattr(ProblemRow, name) for name in (*FLAGS, *BIAS)),
             ProblemRow.head_dim,
+            ProblemRow.value_head_dim,
             ProblemRow.batch,
             ProblemRow.heads_q,
             ProblemRow.seqlen_q,

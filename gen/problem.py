@@ -14,7 +14,7 @@ from .lengths import lengths
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2}
 ACCUMULATOR_BYTES = 4
-_GRADIENT_MATMULS = 5  # S = QK^T again, then dV, dP, dK and dQ
+_HEAD_DIM_MATMULS, _VALUE_MATMULS = 3, 2  # over D: S = QK^T again, dK and dQ; over v's head_dim: dP and dV
 _LARGEST_DIMENSION = 2**31 - 1  # TMA coordinates are signed 32-bit
 
 UNLIMITED = -1
@@ -27,7 +27,10 @@ FLAGS = ("bottom_right", "softcap", "varlen", "deterministic", "lse_grad", "sink
 BIAS = ("bias", "bias_dtype")
 """The fields that say which bias a problem has; a kernel has to be generated for it as well."""
 
-FEATURES = (WINDOW, *FLAGS, "bias")
+VALUE_HEAD_DIM = "value_head_dim"
+"""The field that says whether v has another head_dim than q and k."""
+
+FEATURES = (WINDOW, *FLAGS, "bias", VALUE_HEAD_DIM)
 """What a problem may ask for that not every family's template has."""
 
 OF_ROWS = ("lse_grad", "sink")
@@ -59,7 +62,7 @@ class Problem:
         heads_kv: Hkv, the number of key and value heads; divides ``heads_q``.
         seqlen_q: Sq, rows of q.
         seqlen_kv: Skv, rows of k and v.
-        head_dim: D.
+        head_dim: D, columns of q and k.
         causal: Whether query i sees no key past its diagonal.
         window_left: Keys before the diagonal that a query sees; -1 for all of them.
         window_right: Keys past the diagonal that a query sees; -1 for all of them, and where ``causal`` says that there
@@ -80,6 +83,8 @@ class Problem:
             element for every key.
         bias_dtype: Its element type: ``bf16``, ``fp16`` or ``fp32``; where it is left out, that of q.
         bias_grad: Whether its gradient is wanted: a mask, say, has none.
+        value_head_dim: Columns of v and o where they differ from D (192 and 128 in multi-head latent attention), else
+            0, which D itself is turned into. `head_dim_v` is the number in either case.
         lengths_as: With ``varlen``: how long the sequences are, as far as they are timed; see `gen.lengths.lengths`. No
             kernel depends on it, and no stored row has it.
 
@@ -107,6 +112,7 @@ class Problem:
     bias: str = ""
     bias_dtype: str = ""
     bias_grad: bool = False
+    value_head_dim: int = 0
     lengths_as: str = ""
 
     def __post_init__(self) -> None:
@@ -116,6 +122,12 @@ class Problem:
             value = getattr(self, field)
             if not 1 <= value <= _LARGEST_DIMENSION:
                 raise UsageError(f"{field} is {value}: it must lie between 1 and {_LARGEST_DIMENSION}")
+        if not 0 <= self.value_head_dim <= _LARGEST_DIMENSION:
+            raise UsageError(
+                f"value_head_dim is {self.value_head_dim}: it must lie between 1 and {_LARGEST_DIMENSION}, or be 0"
+            )
+        if self.value_head_dim == self.head_dim:
+            object.__setattr__(self, "value_head_dim", 0)
         if self.heads_q % self.heads_kv:
             raise UsageError(
                 f"{self.heads_q} query heads do not divide into {self.heads_kv} key/value heads: "
@@ -158,17 +170,20 @@ class Problem:
         """Reads a shape as people write it.
 
         Args:
-            shape: ``B_H_S_D``, or ``B_HQ_HKV_S_D`` for grouped queries; S may be ``SQxSKV``.
+            shape: ``B_H_S_D``, or ``B_HQ_HKV_S_D`` for grouped queries; S may be ``SQxSKV``, and D ``DxDV`` where v has
+                another head_dim.
             dtype: ``bf16`` or ``fp16``.
             **features: ``causal``, ``window_left`` and so on: see the class.
 
         Raises:
             UsageError: The shape is malformed or impossible.
         """
-        found = re.fullmatch(r"(\d+)_(\d+)(?:_(\d+))?_(\d+)(?:x(\d+))?_(\d+)", shape, re.ASCII)
+        found = re.fullmatch(r"(\d+)_(\d+)(?:_(\d+))?_(\d+)(?:x(\d+))?_(\d+)(?:x(\d+))?", shape, re.ASCII)
         if not found:
             raise UsageError(f"malformed shape {shape!r}: write B_H_S_D or B_HQ_HKV_S_D, such as 8_16_4096_128")
-        batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim = found.groups()
+        batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, head_dim_v = found.groups()
+        if head_dim_v is not None and not int(head_dim_v):
+            raise UsageError("head_dim_v is 0: it must be positive")
         return cls(
             dtype,
             int(batch),
@@ -177,15 +192,26 @@ class Problem:
             int(seqlen_q),
             int(seqlen_kv or seqlen_q),
             int(head_dim),
+            value_head_dim=int(head_dim_v or 0),
             **features,
         )
 
     @property
     def shape(self) -> str:
-        """``B_H_S_D`` or ``B_HQ_HKV_S_D``; where Sq and Skv differ, S is written ``SQxSKV``."""
+        """``B_H_S_D`` or ``B_HQ_HKV_S_D``; S is ``SQxSKV`` where the lengths differ, D ``DxDV`` where head_dims do."""
         heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}_{self.heads_kv}"
         seqlen = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"{self.seqlen_q}x{self.seqlen_kv}"
-        return f"{self.batch}_{heads}_{seqlen}_{self.head_dim}"
+        return f"{self.batch}_{heads}_{seqlen}_{self.head_dims}"
+
+    @property
+    def head_dims(self) -> str:
+        """``D``, or ``DxDV`` where v has another head_dim than q and k."""
+        return f"{self.head_dim}x{self.value_head_dim}" if self.value_head_dim else f"{self.head_dim}"
+
+    @property
+    def head_dim_v(self) -> int:
+        """Columns of v and o, and of their gradients."""
+        return self.value_head_dim or self.head_dim
 
     @property
     def label(self) -> str:
@@ -263,10 +289,10 @@ class Problem:
 
     @property
     def kernel_spec(self) -> str:
-        """What a kernel is generated for, as a name: dtype, head_dim, mask and what else is asked for, but no size."""
+        """What a kernel is generated for, as a name: dtype, head_dims, mask and what else is asked for, but no size."""
         flags = (_KIND_NAMES[name] for name in FLAGS if getattr(self, name))
         bias = [f"bias_{self.bias}_{self.bias_dtype}"] if self.bias else []
-        return "_".join([self.dtype, f"d{self.head_dim}", self.mask, *flags, *bias])
+        return "_".join([self.dtype, f"d{self.head_dims}", self.mask, *flags, *bias])
 
     @property
     def bias_shape(self) -> tuple[int, int, int, int]:
@@ -334,7 +360,8 @@ class Problem:
     @property
     def flops(self) -> int:
         """Floating-point operations of the five matrix products; softmax and masks are not counted."""
-        return 2 * _GRADIENT_MATMULS * self.heads_q * self.query_key_pairs * self.head_dim
+        columns = _HEAD_DIM_MATMULS * self.head_dim + _VALUE_MATMULS * self.head_dim_v
+        return 2 * columns * self.heads_q * self.query_key_pairs
 
     @property
     def positions(self) -> tuple[int, int]:
@@ -355,13 +382,23 @@ class Problem:
 
     @property
     def query_elements(self) -> int:
-        """Elements of q, and of o, dO and dQ."""
-        return self.heads_q * self.query_positions * self.head_dim
+        """Elements of q, and of dQ."""
+        return self.query_rows * self.head_dim
+
+    @property
+    def output_elements(self) -> int:
+        """Elements of o, and of dO."""
+        return self.query_rows * self.head_dim_v
 
     @property
     def key_elements(self) -> int:
-        """Elements of k, and of v, dK and dV."""
+        """Elements of k, and of dK."""
         return self.heads_kv * self.key_positions * self.head_dim
+
+    @property
+    def value_elements(self) -> int:
+        """Elements of v, and of dV."""
+        return self.heads_kv * self.key_positions * self.head_dim_v
 
     @property
     def query_rows(self) -> int:
@@ -375,15 +412,15 @@ class Problem:
     @property
     def read_bytes(self) -> int:
         """Fewest bytes read: q, k, v, o, dO, the fp32 log-sum-exp, and its gradient and a bias where there are such."""
-        elements = 3 * self.query_elements + 2 * self.key_elements
+        elements = self.query_elements + 2 * self.output_elements + self.key_elements + self.value_elements
         rows = (1 + self.lse_grad) * self.query_rows * ACCUMULATOR_BYTES
         return elements * self.element_bytes + rows + self.bias_bytes
 
     @property
     def write_bytes(self) -> int:
         """Fewest bytes written: dQ, dK and dV once each, and the bias' gradient."""
-        gradients = (self.query_elements + 2 * self.key_elements) * self.element_bytes
-        return gradients + self.bias_grad * self.bias_bytes
+        gradients = self.query_elements + self.key_elements + self.value_elements
+        return gradients * self.element_bytes + self.bias_grad * self.bias_bytes
 
     @property
     def bias_bytes(self) -> int:
@@ -409,7 +446,7 @@ class Problem:
         return replace(self, lse_grad=False, sink=False)
 
     def resized(self, *, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_kv: int) -> Problem:
-        """The same kind of problem (dtype, head_dim, mask and the rest) at other sizes."""
+        """The same kind of problem (dtype, head_dims, mask and the rest) at other sizes."""
         return replace(self, batch=batch, heads_q=heads_q, heads_kv=heads_kv, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
 
 

@@ -14,16 +14,17 @@ from typing import Any
 from .device import Device
 from .errors import UsageError
 from .families import FAMILIES, Config
-from .problem import Problem
+from .problem import VALUE_HEAD_DIM, Problem
 
 _LARGEST_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8  # 16 bytes: TMA's strides are multiples of that
 _SPACE_HASH_DIGITS = 12
+_FEATURE_NAMES = {VALUE_HEAD_DIM: "head_dim of v's own"}  # those that are not called as the option is
 
 
 def refusal(problem: Problem, config: Config, device: Device) -> str | None:
     """Why `config` cannot serve `problem` on `device`, in words; None where it can, as far as arithmetic tells."""
-    if reason := head_dim_refusal(problem.head_dim):
+    if reason := head_dim_refusal(problem):
         return reason
     if config.threads > device.max_threads_per_block:
         return f"{config.threads} threads: a block has at most {device.max_threads_per_block}"
@@ -60,15 +61,17 @@ def _feature_refusal(problem: Problem, config: Config) -> str | None:
     if not lacking:
         return None
     others = [family for family, config_type in FAMILIES.items() if set(required) <= config_type.features]
-    named = " and no ".join(name.replace("_", "-") for name in lacking)
+    named = " and no ".join(_FEATURE_NAMES.get(name, name.replace("_", "-")) for name in lacking)
     who = f"the {' and '.join(others)} kernels do" if others else "no kernels do"
     return f"the {config.family} kernels have no {named}: {who}"
 
 
-def head_dim_refusal(head_dim: int) -> str | None:
-    """Why no configuration takes this head_dim, in words; None where some may."""
-    if head_dim % _HEAD_DIM_STEP or head_dim > _LARGEST_HEAD_DIM:
-        return f"head_dim {head_dim}: the kernels take multiples of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}"
+def head_dim_refusal(problem: Problem) -> str | None:
+    """Why no configuration takes these head_dims, in words; None where some may."""
+    for name in ("head_dim", "head_dim_v"):
+        size = getattr(problem, name)
+        if size % _HEAD_DIM_STEP or size > _LARGEST_HEAD_DIM:
+            return f"{name} {size}: the kernels take multiples of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}"
     return None
 
 
@@ -150,7 +153,7 @@ def valid_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     Raises:
         UsageError: There is none, with the reason.
     """
-    if reason := head_dim_refusal(problem.head_dim):
+    if reason := head_dim_refusal(problem):
         raise UsageError(reason)
     found, _ = _judged(problem, device)
     if not found:

@@ -19,7 +19,7 @@ from .features import PLAIN, Features
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BIAS_DTYPES = {**TORCH_DTYPES, "fp32": torch.float32}
 
-_ABI_VERSION = 5
+_ABI_VERSION = 6
 _MASKS = (FULL, CAUSAL, WINDOW)  # in the order of their numbers in the C interface
 _ALIGNMENT_BYTES = 16  # of TMA: bases and strides
 _STRIDE_LIMIT_BYTES = 2**40  # of TMA
@@ -80,6 +80,7 @@ class _Info(ctypes.Structure):
         ("struct_bytes", ctypes.c_int64),
         ("abi_version", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
+        ("head_dim_v", ctypes.c_int32),
         ("mask", ctypes.c_int32),
         *((flag, ctypes.c_int32) for flag in FLAGS),
         ("writes_all_rows", ctypes.c_int32),
@@ -97,7 +98,8 @@ class KernelInfo:
 
     Attributes:
         dtype: ``bf16`` or ``fp16``.
-        head_dim: D.
+        head_dim: D, of q and k.
+        head_dim_v: Of v and o.
         mask: ``full``, ``causal`` or ``window``.
         bottom_right: Where the mask is aligned: see `gen.problem.Problem`.
         softcap: Whether scores are capped.
@@ -117,6 +119,7 @@ class KernelInfo:
 
     dtype: str
     head_dim: int
+    head_dim_v: int
     mask: str
     bottom_right: bool
     softcap: bool
@@ -212,6 +215,7 @@ class Kernel:
         self.info = KernelInfo(
             dtype=info.dtype.decode(),
             head_dim=info.head_dim,
+            head_dim_v=info.head_dim_v,
             mask=_MASKS[info.mask],
             **features,
             writes_all_rows=bool(info.writes_all_rows),
@@ -271,9 +275,9 @@ class Kernel:
         Args:
             q: (B, Hq, Sq, D) with any strides; inputs that TMA cannot address are copied once, here.
             k: (B, Hkv, Skv, D).
-            v: (B, Hkv, Skv, D).
-            o: (B, Hq, Sq, D), the forward's output.
-            dout: (B, Hq, Sq, D), its gradient.
+            v: (B, Hkv, Skv, Dv).
+            o: (B, Hq, Sq, Dv), the forward's output.
+            dout: (B, Hq, Sq, Dv), its gradient.
             lse: (B, Hq, Sq), fp32, natural logarithm.
             dq: Written; as q. Outputs must be addressable as they are.
             dk: Written; as k.
@@ -470,9 +474,10 @@ class Kernel:
         dtype = TORCH_DTYPES[self.info.dtype]
         named = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
         for name, tensor in named.items():
-            shape = k.shape if name in ("k", "v", "dk", "dv") else q.shape
+            *sizes, columns = k.shape if name in ("k", "v", "dk", "dv") else q.shape
+            shape = (*sizes, self.info.head_dim_v if name in ("v", "o", "dout", "dv") else columns)
             if tensor.shape != shape:
-                raise KernelError(f"{name} has shape {tuple(tensor.shape)}: it must be {tuple(shape)}")
+                raise KernelError(f"{name} has shape {tuple(tensor.shape)}: it must be {shape}")
             if tensor.dtype != dtype:
                 raise KernelError(f"{name} is {tensor.dtype}: this kernel was compiled for {dtype}")
             if tensor.device != q.device:
@@ -561,12 +566,12 @@ def backward(
     """The gradients of attention, in their inputs' layouts; asynchronous on the device's current stream.
 
     Args:
-        kernel: For the inputs' dtype, head_dim and mask.
+        kernel: For the inputs' dtype, head_dims and mask.
         q: (B, Hq, Sq, D), any strides.
         k: (B, Hkv, Skv, D).
-        v: (B, Hkv, Skv, D).
-        o: (B, Hq, Sq, D).
-        dout: (B, Hq, Sq, D), any strides, expanded ones too.
+        v: (B, Hkv, Skv, Dv).
+        o: (B, Hq, Sq, Dv).
+        dout: (B, Hq, Sq, Dv), any strides, expanded ones too.
         lse: (B, Hq, Sq), fp32, natural logarithm.
         scale: The softmax scale.
         features: See `Kernel.prepare`.

@@ -20,7 +20,8 @@ class KernelContext:
     Attributes:
         kind: `Problem.kernel_spec`.
         dtype: ``bf16`` or ``fp16``.
-        head_dim: D.
+        head_dim: D, of q, k, dq and dk.
+        head_dim_v: Of v, o, dout and dv.
         mask: ``full``, ``causal`` or ``window``.
         bottom_right: The mask is aligned with the last query and the last key.
         softcap: Scores are capped.
@@ -41,6 +42,7 @@ class KernelContext:
     kind: str
     dtype: str
     head_dim: int
+    head_dim_v: int
     mask: str
     bottom_right: bool
     softcap: bool
@@ -225,6 +227,7 @@ class KernelContext:
             kind=problem.kernel_spec,
             dtype=problem.dtype,
             head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
             mask=problem.mask,
             **{name: getattr(problem, name) for name in (*FLAGS, *BIAS)},
             config=config,

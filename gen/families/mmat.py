@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..device import Device
 from ..emulation import Emulation
-from ..problem import ACCUMULATOR_BYTES, FEATURES, Problem
+from ..problem import ACCUMULATOR_BYTES, FEATURES, VALUE_HEAD_DIM, Problem
 from .base import (
     BARRIER_BYTES,
     FRAGMENT_COLUMNS,
@@ -36,7 +36,7 @@ class TransposedMmaConfig(Config):
 
     family: ClassVar[str] = "mmat"
     group: ClassVar[str] = "mma"
-    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES) - {VALUE_HEAD_DIM}
     has_probe: ClassVar[bool] = True
     contradictions: ClassVar[tuple[Contradiction, ...]] = (
         Contradiction(

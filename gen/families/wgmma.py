@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..device import Device
 from ..emulation import Emulation
-from ..problem import ACCUMULATOR_BYTES, BIAS_ELEMENT_BYTES, CAUSAL, FEATURES, FULL, WINDOW, Problem
+from ..problem import ACCUMULATOR_BYTES, BIAS_ELEMENT_BYTES, CAUSAL, FEATURES, FULL, VALUE_HEAD_DIM, WINDOW, Problem
 from .base import (
     BARRIER_BYTES,
     FRAGMENT_REGISTERS,
@@ -43,7 +43,7 @@ class WgmmaConfig(Config):
 
     family: ClassVar[str] = "wgmma"
     group: ClassVar[str] = "wgmma"
-    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES) - {VALUE_HEAD_DIM}
     divides_registers: ClassVar[bool] = True
 
     # What is no parameter: the template has it from here.

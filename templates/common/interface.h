@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define BWDTUNE_ABI_VERSION 5
+#define BWDTUNE_ABI_VERSION 6
 
 /* The keys that a query sees. Query i lies at key i; in a library with `bottom_right` at key i + seqlen_kv - seqlen_q of its
  * sequence. */
@@ -31,7 +31,7 @@
 extern "C" {
 #endif
 
-/* A (batch, head, seqlen, head_dim) tensor in device memory. Strides count elements, that of head_dim is 1. The base and
+/* A (batch, head, seqlen, head_dim) tensor in device memory. Strides count elements, that of a row's is 1. The base and
  * all strides are multiples of 16 bytes (TMA's rule); the stride of a dimension of size 1 is ignored. */
 typedef struct bwdtune_tensor {
   void* data;
@@ -42,10 +42,10 @@ typedef struct bwdtune_tensor {
 
 typedef struct bwdtune_arguments {
   int64_t struct_bytes;        /* sizeof(bwdtune_arguments) */
-  bwdtune_tensor q, o, dout;   /* read: (batch, heads_q, seqlen_q, head_dim) */
-  bwdtune_tensor k, v;         /* read: (batch, heads_kv, seqlen_kv, head_dim) */
+  bwdtune_tensor q, o, dout;   /* read: (batch, heads_q, seqlen_q, head_dim), head_dim_v for o and dout */
+  bwdtune_tensor k, v;         /* read: (batch, heads_kv, seqlen_kv, head_dim), head_dim_v for v */
   bwdtune_tensor dq;           /* written: as q */
-  bwdtune_tensor dk, dv;       /* written: as k */
+  bwdtune_tensor dk, dv;       /* written: as k, and as v */
   const float* lse;            /* read: (batch, heads_q, seqlen_q), contiguous, natural logarithm */
   int64_t batch;               /* sizes are at least 1; with varlen: the number of sequences */
   int64_t heads_q;             /* a multiple of heads_kv */
@@ -84,7 +84,8 @@ typedef struct bwdtune_arguments {
 typedef struct bwdtune_info {
   int64_t struct_bytes;        /* sizeof(bwdtune_info), set by the caller */
   int32_t abi_version;         /* BWDTUNE_ABI_VERSION of the library */
-  int32_t head_dim;
+  int32_t head_dim;            /* of q and k */
+  int32_t head_dim_v;          /* of v and o; in most libraries the same */
   int32_t mask;                /* BWDTUNE_MASK_... */
   int32_t bottom_right;        /* 1: where the mask is aligned, see above */
   int32_t softcap;             /* 1: scores are capped */

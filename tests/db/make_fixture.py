@@ -43,7 +43,7 @@ def main() -> None:
     other = replace(square, heads_kv=4, seqlen_kv=8192, dtype="fp16", causal=False)
     featured = replace(square, window_left=512, bottom_right=True, softcap=True, varlen=True, deterministic=True)
     featured = replace(featured, lse_grad=True, sink=True, alibi=True)
-    other = replace(other, bias="1_H_S", bias_dtype="fp32", bias_grad=True)
+    other = replace(other, value_head_dim=64, bias="1_H_S", bias_dtype="fp32", bias_grad=True)
     for problem in (square, other, featured):
         search = store.begin_search(
             SearchRecord(

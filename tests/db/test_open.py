@@ -691,7 +691,7 @@ def test_what_past_versions_wrote_opens_for_ever(database: Path, path: Path) -> 
         assert [variant.error for variant in history.failures] == ["ptxas died"]
         searches = store.searches()
         assert [search.status for search in searches] == (
-            [] if path.stem < "schema_5" else ["complete", "complete", "running"]
+            [] if int(path.stem.split("_")[1]) < 5 else ["complete", "complete", "running"]
         )
         took = searches[0].id if searches else None
         assert {(one.search_id, one.trusted) for one in history.measurements} == {(took, True)}

@@ -28,7 +28,7 @@ from bwdtune.db.store import Store
 from bwdtune.gen.device import H200, RTX_5090
 from bwdtune.gen.errors import UsageError
 from bwdtune.gen.families import FAMILIES, PRESETS, Config, config_from_dict
-from bwdtune.gen.problem import BIAS, ELEMENT_BYTES, FLAGS, Problem
+from bwdtune.gen.problem import BIAS, ELEMENT_BYTES, FLAGS, VALUE_HEAD_DIM, Problem
 from bwdtune.gen.render import render
 
 PROBLEM = Problem.parse("8_16_4096_128", causal=True)
@@ -52,6 +52,7 @@ OTHER_PROBLEMS = {
     "bias": "B_H_S",
     "bias_dtype": "fp32",
     "bias_grad": True,
+    "value_head_dim": 64,
 }
 BIASES: list[dict[str, Any]] = [
     {},
@@ -299,7 +300,7 @@ def test_a_failed_verification_ends_a_win(any_examples: Any) -> None:
     assert math.isnan(rejected[1].max_error)
 
 
-@pytest.mark.parametrize("field", ["dtype", "head_dim", "causal", "window_left", *FLAGS, *BIAS])
+@pytest.mark.parametrize("field", ["dtype", "head_dim", "causal", "window_left", *FLAGS, *BIAS, VALUE_HEAD_DIM])
 def test_a_variant_belongs_to_its_kind_of_problem(any_examples: Any, field: str) -> None:
     if field in ("bias_grad", "bias_dtype"):
         any_examples.problem = replace(any_examples.problem, bias="1_H_S")
@@ -512,6 +513,7 @@ def problems(draw: st.DrawFn) -> Problem:
         lse_grad=draw(st.booleans()),
         sink=draw(st.booleans()),
         alibi=draw(st.booleans()),
+        value_head_dim=draw(st.integers(0, 256)),
         **draw(st.sampled_from(BIASES if not varlen else [{}])),
     )
 

@@ -31,6 +31,27 @@ def test_grouped_queries() -> None:
     assert problem.write_bytes == 2 * (4 * 32 + 2 * 4 * 8) * 4096 * 128
 
 
+def test_a_head_dim_of_v_counts_where_v_and_o_are() -> None:
+    problem = Problem.parse("2_8_4_100x200_192x128", causal=True)
+    assert (problem.head_dim, problem.head_dim_v) == (192, 128)
+    assert problem.shape == "2_8_4_100x200_192x128"
+    assert problem.kernel_spec == "bf16_d192x128_causal"
+    assert problem.required_features == ("value_head_dim",)
+    assert problem.flops == 2 * (3 * 192 + 2 * 128) * 8 * problem.query_key_pairs
+    queries, keys = 2 * 8 * 100, 2 * 4 * 200
+    assert problem.read_bytes == 2 * (queries * (192 + 2 * 128) + keys * (192 + 128)) + 4 * queries
+    assert problem.write_bytes == 2 * (queries * 192 + keys * (192 + 128))
+    assert problem != Problem.parse("2_8_4_100x200_192", causal=True)
+
+
+def test_a_head_dim_of_v_that_is_that_of_q_is_none() -> None:
+    plain = Problem.parse("8_16_4096_128")
+    assert (plain.head_dim_v, plain.value_head_dim) == (128, 0)
+    assert Problem.parse("8_16_4096_128x128") == plain
+    assert replace(plain, head_dim=64).head_dim_v == 64
+    assert replace(plain, value_head_dim=64).kernel_spec == "bf16_d128x64_full"
+
+
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(3, 256), (256, 3), (256, 512), (512, 256), (64, 64), (1, 1)])
 def test_causal_pairs_are_the_triangle_but_for_half_the_diagonal(seqlen_q: int, seqlen_kv: int) -> None:
     problem = Problem("bf16", 1, 1, 1, seqlen_q, seqlen_kv, 64, causal=True)
@@ -54,6 +75,9 @@ def test_causal_pairs_are_the_triangle_but_for_half_the_diagonal(seqlen_q: int, 
         ("8_16_0_4096_128", "heads_kv is 0"),
         ("8_16_4096x_128", "malformed shape"),
         ("8_16_4096x0_128", "seqlen_kv is 0"),
+        ("8_16_4096_192x", "malformed shape"),
+        ("8_16_4096_192x0", "head_dim_v is 0"),
+        ("8_16_4096_192x4294967296", "value_head_dim is 4294967296"),
     ],
 )
 def test_a_bad_shape_is_refused_in_one_line(shape: str, said: str) -> None:

@@ -32,7 +32,7 @@ const char* bwdtune_error_text(int code) { return cudaGetErrorString(static_cast
 int bwdtune_get_info(bwdtune_info* info) {
   if (info->struct_bytes != sizeof(bwdtune_info)) return -1;
   info->abi_version = BWDTUNE_ABI_VERSION;
-  info->head_dim = 64;
+  info->head_dim = info->head_dim_v = 64;
   info->mask = BWDTUNE_MASK_CAUSAL;
   info->bottom_right = info->softcap = info->varlen = info->deterministic = 0;
   info->writes_all_rows = 1;

@@ -69,7 +69,7 @@ def _points() -> tuple[Config, ...]:
 @functools.lru_cache(maxsize=32)
 def space(problem: Problem, device: Device) -> tuple[Config, ...]:
     """The valid ones of some hundred configurations: a search over a hundred thousand takes seconds to begin."""
-    if reason := head_dim_refusal(problem.head_dim):
+    if reason := head_dim_refusal(problem):
         raise UsageError(reason)
     points = representatives() if device == TINY else _points()
     return tuple(config for config in points if refusal(problem, config, device) is None)

@@ -92,9 +92,9 @@ struct Rows {
   Rows(const bwdtune_tensor& t, int64_t batch, int64_t head, int64_t first = 0)
       : data(static_cast<uint16_t*>(t.data) + batch * t.stride_batch + head * t.stride_head + first * t.stride_seqlen),
         stride(t.stride_seqlen) {}
-  std::vector<float> load(int64_t rows) const {
-    std::vector<float> values(rows * HEAD_DIM);
-    for (int64_t i = 0; i < rows * HEAD_DIM; i++) values[i] = ::load(data[i / HEAD_DIM * stride + i % HEAD_DIM]);
+  std::vector<float> load(int64_t rows, int columns) const {
+    std::vector<float> values(rows * columns);
+    for (int64_t i = 0; i < rows * columns; i++) values[i] = ::load(data[i / columns * stride + i % columns]);
     return values;
   }
   void set(int64_t row, int column, float value) const { data[row * stride + column] = store(value); }
@@ -108,25 +108,26 @@ void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv, std::ve
   const int64_t skv = VARLEN ? a.cu_seqlens_kv[sequence + 1] - first_kv : a.seqlen_kv;
   const int64_t diagonal = BOTTOM_RIGHT ? skv - sq : 0, rows = VARLEN ? a.positions_q : sq;
   const Rows dk(a.dk, batch, head_kv, first_kv), dv(a.dv, batch, head_kv, first_kv);
-  const std::vector<float> k = Rows(a.k, batch, head_kv, first_kv).load(skv);
-  const std::vector<float> v = Rows(a.v, batch, head_kv, first_kv).load(skv);
-  std::vector<float> dk_sum(skv * HEAD_DIM), dv_sum(skv * HEAD_DIM), dq_row(HEAD_DIM);
+  const std::vector<float> k = Rows(a.k, batch, head_kv, first_kv).load(skv, HEAD_DIM);
+  const std::vector<float> v = Rows(a.v, batch, head_kv, first_kv).load(skv, HEAD_DIM_V);
+  std::vector<float> dk_sum(skv * HEAD_DIM), dv_sum(skv * HEAD_DIM_V), dq_row(HEAD_DIM);
   for (int64_t head_q = head_kv * group; head_q < (head_kv + 1) * group; head_q++) {
     bwdtune_tensor dout_layout = a.dout;
     if (FAULT == FORGETS_STRIDES) {
-      dout_layout.stride_seqlen = HEAD_DIM;
-      dout_layout.stride_head = sq * HEAD_DIM;
-      dout_layout.stride_batch = a.heads_q * sq * HEAD_DIM;
+      dout_layout.stride_seqlen = HEAD_DIM_V;
+      dout_layout.stride_head = sq * HEAD_DIM_V;
+      dout_layout.stride_batch = a.heads_q * sq * HEAD_DIM_V;
     }
     const Rows dq(a.dq, batch, head_q, first_q);
-    const std::vector<float> q = Rows(a.q, batch, head_q, first_q).load(sq);
-    const std::vector<float> o = Rows(a.o, batch, head_q, first_q).load(sq), dq_before = dq.load(sq);
-    const std::vector<float> dout = Rows(dout_layout, batch, head_q, first_q).load(sq);
+    const std::vector<float> q = Rows(a.q, batch, head_q, first_q).load(sq, HEAD_DIM);
+    const std::vector<float> o = Rows(a.o, batch, head_q, first_q).load(sq, HEAD_DIM_V);
+    const std::vector<float> dq_before = dq.load(sq, HEAD_DIM);
+    const std::vector<float> dout = Rows(dout_layout, batch, head_q, first_q).load(sq, HEAD_DIM_V);
     const float* lse = a.lse + (batch * a.heads_q + head_q) * rows + first_q;
     for (int64_t i = 0; i < sq; i++) {
-      const float *q_row = &q[i * HEAD_DIM], *dout_row = &dout[i * HEAD_DIM];
+      const float *q_row = &q[i * HEAD_DIM], *dout_row = &dout[i * HEAD_DIM_V];
       float delta = 0;
-      for (int d = 0; d < HEAD_DIM; d++) delta += o[i * HEAD_DIM + d] * dout_row[d];
+      for (int d = 0; d < HEAD_DIM_V; d++) delta += o[i * HEAD_DIM_V + d] * dout_row[d];
       if (LSE_GRAD && std::isfinite(lse[i])) delta -= a.dlse[lse + i - a.lse];
       if (SINK && std::isfinite(lse[i])) a.dsink[head_q] -= std::exp(a.sink[head_q] - lse[i]) * delta;
       std::fill(dq_row.begin(), dq_row.end(), 0.f);
@@ -136,12 +137,10 @@ void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv, std::ve
       if (MASK == BWDTUNE_MASK_WINDOW && a.window_left >= 0) begin = std::max<int64_t>(i + diagonal - a.window_left, 0);
       if (FAULT == OTHER_MASK) end = MASK == BWDTUNE_MASK_CAUSAL ? std::min(end + 1, skv) : end - 1;
       for (int64_t j = begin; j < end; j++) {
-        const float *k_row = &k[j * HEAD_DIM], *v_row = &v[j * HEAD_DIM];
+        const float *k_row = &k[j * HEAD_DIM], *v_row = &v[j * HEAD_DIM_V];
         float s = 0, dp = 0;
-        for (int d = 0; d < HEAD_DIM; d++) {
-          s += q_row[d] * k_row[d];
-          dp += dout_row[d] * v_row[d];
-        }
+        for (int d = 0; d < HEAD_DIM; d++) s += q_row[d] * k_row[d];
+        for (int d = 0; d < HEAD_DIM_V; d++) dp += dout_row[d] * v_row[d];
         const float capped = SOFTCAP ? std::tanh(a.scale * s / a.softcap) : 0;
         float score = SOFTCAP ? a.softcap * capped : a.scale * s;
         const auto element = [&](const bwdtune_tensor& t) {
@@ -156,10 +155,8 @@ void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv, std::ve
         const float ds_for_dq = FAULT == FORGETS_THE_SCALE ? ds / a.scale : ds;
         for (int d = 0; d < HEAD_DIM; d++) dq_row[d] += ds_for_dq * k_row[d];
         if (FAULT == ONE_QUERY_HEAD && head_q % group) continue;
-        for (int d = 0; d < HEAD_DIM; d++) {
-          dk_sum[j * HEAD_DIM + d] += ds * q_row[d];
-          dv_sum[j * HEAD_DIM + d] += p * dout_row[d];
-        }
+        for (int d = 0; d < HEAD_DIM; d++) dk_sum[j * HEAD_DIM + d] += ds * q_row[d];
+        for (int d = 0; d < HEAD_DIM_V; d++) dv_sum[j * HEAD_DIM_V + d] += p * dout_row[d];
       }
       for (int d = 0; d < HEAD_DIM; d++)
         dq.set(i, d, dq_row[d] + (FAULT == ACCUMULATES ? dq_before[i * HEAD_DIM + d] : 0));
@@ -167,12 +164,11 @@ void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv, std::ve
     if (FAULT == NAN_TAIL && sq % 2) dq.set(sq - 1, 0, NAN);
   }
   const int64_t written = FAULT == HALF_OF_THE_ROWS ? (skv + 1) / 2 : skv;
-  for (int64_t j = 0; j < written; j++)
-    for (int d = 0; d < HEAD_DIM; d++) {
-      dk.set(j, d, dk_sum[j * HEAD_DIM + d]);
-      dv.set(j, d, dv_sum[j * HEAD_DIM + d]);
-    }
-  if (FAULT == ONE_ELEMENT && skv > 70) dv.set(70, 5, dv_sum[70 * HEAD_DIM + 5] * -1.5f);
+  for (int64_t j = 0; j < written; j++) {
+    for (int d = 0; d < HEAD_DIM; d++) dk.set(j, d, dk_sum[j * HEAD_DIM + d]);
+    for (int d = 0; d < HEAD_DIM_V; d++) dv.set(j, d, dv_sum[j * HEAD_DIM_V + d]);
+  }
+  if (FAULT == ONE_ELEMENT && skv > 70) dv.set(70, 5, dv_sum[70 * HEAD_DIM_V + 5] * -1.5f);
   if (FAULT == WRITES_PAST_THE_END && batch == a.batch - 1 && head_kv == a.heads_kv - 1)
     for (int d = 0; d < HEAD_DIM; d++) dk.set(skv, d, 1);
 }
@@ -233,6 +229,7 @@ int bwdtune_get_info(bwdtune_info* info) {
   if (info->struct_bytes != sizeof(bwdtune_info)) return -1;
   info->abi_version = ABI_VERSION;
   info->head_dim = HEAD_DIM;
+  info->head_dim_v = HEAD_DIM_V;
   info->mask = MASK;
   info->bottom_right = BOTTOM_RIGHT;
   info->softcap = SOFTCAP;

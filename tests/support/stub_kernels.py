@@ -22,7 +22,8 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 def stub_for(problem: Problem) -> Path:
     """A right kernel for this kind of problem."""
     asked = {name: getattr(problem, name) for name in (*FLAGS, *BIAS)}
-    return stub_library(dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.mask, **asked)
+    asked |= {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "mask": problem.mask}
+    return stub_library(dtype=problem.dtype, **asked)
 
 
 @functools.cache
@@ -30,10 +31,11 @@ def stub_library(
     *,
     dtype: str = "bf16",
     head_dim: int = 64,
+    head_dim_v: int = 0,
     causal: bool = False,
     mask: str = "",
     fault: str = "NONE",
-    abi_version: int = 5,
+    abi_version: int = 6,
     bias: str = "",
     bias_dtype: str = "",
     **flags: bool,
@@ -43,6 +45,7 @@ def stub_library(
     Args:
         dtype: ``bf16`` or ``fp16``.
         head_dim: D.
+        head_dim_v: Of v and o; D where it is 0.
         causal: The mask, where `mask` does not name it.
         mask: ``full``, ``causal`` or ``window``.
         fault: A name of `stub_kernel.cpp`.
@@ -54,6 +57,7 @@ def stub_library(
     defines = {
         "BF16": int(dtype == "bf16"),
         "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v or head_dim,
         "MASK": f"BWDTUNE_MASK_{(mask or ('causal' if causal else 'full')).upper()}",
         **{flag.upper(): int(flags.get(flag, False)) for flag in FLAGS},
         "FAULT": fault,

@@ -262,7 +262,8 @@ def _block(found: Any, place: str) -> Block:
 
 def _problem(found: BaseModel) -> Problem:
     problem = Problem(**found.model_dump())
-    elements = problem.batch * problem.heads_q * max(problem.seqlen_q, problem.seqlen_kv) * problem.head_dim
+    columns = max(problem.head_dim, problem.head_dim_v)
+    elements = problem.batch * problem.heads_q * max(problem.seqlen_q, problem.seqlen_kv) * columns
     if problem.batch > _MOST_SEQUENCES or elements > _MOST_ELEMENTS:
         raise InvalidRecord(f"{problem.label} is larger than what a GPU holds")
     return problem

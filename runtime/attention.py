@@ -111,7 +111,7 @@ def attention(
     Args:
         q: (B, Hq, Sq, D), bf16 or fp16, any strides.
         k: (B, Hkv, Skv, D).
-        v: (B, Hkv, Skv, D).
+        v: (B, Hkv, Skv, Dv); Dv is mostly D, and less in multi-head latent attention.
         is_causal: A query sees no key past its diagonal.
         scale: The softmax scale; 1/sqrt(D) by default.
         enable_gqa: Allow Hkv to be a divisor of Hq.
@@ -135,7 +135,7 @@ def attention(
             query i and key j, whatever the alignment of the mask (FlashAttention's ALiBi). No gradient flows into them.
 
     Returns:
-        (B, Hq, Sq, D). With `return_lse` that and (B, Hq, Sq), in fp32 (fp64 for fp64), natural logarithm; minus
+        (B, Hq, Sq, Dv). With `return_lse` that and (B, Hq, Sq), in fp32 (fp64 for fp64), natural logarithm; minus
         infinity for a query that sees no key.
 
     Raises:
@@ -264,7 +264,7 @@ def attention_varlen(
     Args:
         q: (Tq, Hq, D): the rows of all sequences.
         k: (Tkv, Hkv, D).
-        v: (Tkv, Hkv, D).
+        v: (Tkv, Hkv, Dv).
         cu_seqlens_q: int32 (B + 1), on the device of q: where each sequence begins, and one past the end of the last.
         cu_seqlens_kv: The same for k and v.
         max_seqlen_q: Length of the longest sequence in q, or a bound on it.
@@ -283,7 +283,7 @@ def attention_varlen(
         alibi_slopes: As for `attention`, with B the number of sequences, and Sq and Skv each sequence's own lengths.
 
     Returns:
-        (Tq, Hq, D). With `return_lse` that and (Hq, Tq). Rows that belong to no sequence have values of no meaning.
+        (Tq, Hq, Dv). With `return_lse` that and (Hq, Tq). Rows that belong to no sequence have values of no meaning.
 
     Raises:
         ValueError: The tensors are on different devices or of impossible shapes, or an argument makes no sense.
@@ -552,7 +552,7 @@ def problem_of(
     scale_used = q.shape[-1] ** -0.5 if scale is None else scale
     call = Call(is_causal, scale_used, features, deterministic, enable_gqa, return_lse, sink is not None, of_bias)
     try:
-        return _admission(call, q, k, v)[1] or call.problem(q, k)
+        return _admission(call, q, k, v)[1] or call.problem(q, k, v)
     except UsageError as error:  # a size that no problem can have
         return str(error)
 
@@ -603,7 +603,7 @@ def _with_our_backward(
         return None
     try:
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        choice = dispatch.choose(call.problem(q, k), q.device.index or 0, capturing=capturing)
+        choice = dispatch.choose(call.problem(q, k, v), q.device.index or 0, capturing=capturing)
     except UsageError as error:  # a size that no problem can have
         counters.fell_back(Cause.INPUT)
         notices.warn_once(str(error), f"attention has PyTorch's backward: {error}")
@@ -658,7 +658,7 @@ def _objection(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     if not 0 < call.scale < math.inf:  # a masked score is minus infinity before it is scaled
         return f"the scale is {call.scale}: kernels are for positive ones"
     sequences = call.features.sequences
-    if not q.numel() or not k.numel() or (sequences and not min(sequences.seqlen_q, sequences.seqlen_kv)):
+    if not (q.numel() and k.numel() and v.numel()) or (sequences and not min(sequences.seqlen_q, sequences.seqlen_kv)):
         return "the input is empty"
     return None
 
@@ -667,7 +667,7 @@ def _shape_objection(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_g
     """Why these are not q, k and v of one attention; (B, H, S, D)."""
     if not q.dim() == k.dim() == v.dim() == 4:
         return f"the tensors have {q.dim()}, {k.dim()} and {v.dim()} dimensions, not four"
-    if k.shape != v.shape or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
+    if k.shape[:3] != v.shape[:3] or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
         return f"the shapes are {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
     heads_q, heads_kv = q.shape[1], k.shape[1]
     if heads_q != heads_kv and (not enable_gqa or not heads_kv or heads_q % heads_kv):

@@ -32,14 +32,14 @@ def run(
         call: What is asked for.
         q: (B, Hq, Sq, D).
         k: (B, Hkv, Skv, D).
-        v: (B, Hkv, Skv, D).
+        v: (B, Hkv, Skv, Dv).
         sink: (Hq), if there is any.
         bias: (B or 1, Hq or 1, Sq or 1, Skv), if there is any.
         forward: Of `forwards.choose`.
         kernel: The backward.
 
     Returns:
-        (B, Hq, Sq, D) and the log-sum-exp, (B, Hq, Sq); both differentiable.
+        (B, Hq, Sq, Dv) and the log-sum-exp, (B, Hq, Sq); both differentiable.
     """
     tensors = (q, k, v, sink, bias)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):

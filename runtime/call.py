@@ -64,7 +64,7 @@ class Call:
         """Whether gradients have to be the same bits at each call."""
         return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
 
-    def problem(self, q: torch.Tensor, k: torch.Tensor) -> Problem:
+    def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Problem:
         """What a kernel has to compute.
 
         Raises:
@@ -95,6 +95,7 @@ class Call:
             lse_grad=self.return_lse,
             sink=self.sink,
             alibi=self.features.alibi_slopes is not None,
+            value_head_dim=v.shape[3],
             **biased,
         )
 

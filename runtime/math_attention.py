@@ -56,17 +56,17 @@ def forward(
     Args:
         q: (B, Hq, Sq, D), of any floating dtype and on any device.
         k: (B, Hkv, Skv, D); Hkv divides Hq.
-        v: (B, Hkv, Skv, D).
+        v: (B, Hkv, Skv, Dv).
         causal: Whether a query sees no key past its diagonal.
         scale: The softmax scale.
         features: The rest.
         bias: (B or 1, Hq or 1, Sq or 1, Skv), added to the scores; not with packed sequences.
 
     Returns:
-        (B, Hq, Sq, D) as q, and (B, Hq, Sq) in fp32 (fp64 for fp64).
+        (B, Hq, Sq, Dv) in the dtype of q, and (B, Hq, Sq) in fp32 (fp64 for fp64).
     """
     wide = _wide(q)
-    output = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    output = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
     for block in _blocks(q, k, causal, features):
         s, _ = block.scores(q, k, scale, features, bias)
@@ -141,7 +141,7 @@ def differentiable(
 
     def leave_out(end: int) -> None:
         """Rows up to there see no key."""
-        outputs.append(torch.zeros_like(q[:, :, at:end]))
+        outputs.append(q.new_zeros(*q.shape[:2], end - at, v.shape[3]))
         lses.append(unseen[:, None].expand(q.shape[0], -1, end - at))
 
     for block in _blocks(q, k, causal, features):

@@ -31,7 +31,7 @@ class Forward:
     """The result of one of PyTorch's forwards.
 
     Attributes:
-        output: (B, Hq, Sq, D), in the dtype of q.
+        output: (B, Hq, Sq, Dv), in the dtype of q.
         lse: (B, Hq, Sq), fp32, contiguous, natural logarithm; infinite where a row sees no key.
         saved: The tensors that `gradients` needs besides dout: q, k, v, `output`, the log-sum-exp as this forward has
             it, a bias if there is one, and more. They are apart from it, so that autograd keeps them its own way.
@@ -69,7 +69,7 @@ def forward(
     Args:
         q: (B, Hq, Sq, D), bf16 or fp16 for a fused one.
         k: (B, Hkv, Skv, D); Hkv divides Hq.
-        v: (B, Hkv, Skv, D).
+        v: (B, Hkv, Skv, Dv).
         causal: Whether query i sees the keys 0..i only, or as `features` aligns it.
         scale: The softmax scale.
         features: The rest.
@@ -78,7 +78,7 @@ def forward(
         bias: (B or 1, Hq or 1, Sq or 1, Skv), added to the scores.
         bias_grad: Whether its gradient is wanted.
     """
-    name = name or forwards.by_mask(q, k, causal, scale, features, None if bias is None else bias.dtype)
+    name = name or forwards.by_mask(q, k, v, causal, scale, features, None if bias is None else bias.dtype)
     if name == forwards.MATH:
         result = _math(q, k, v, causal, scale, features, bias, bias_grad)
     elif name == forwards.ALIBI:
@@ -119,6 +119,8 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 def _fused(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features
 ) -> Forward:
+    if q.shape[3] != v.shape[3] and name in forwards.OF_ONE_HEAD_DIM:
+        return _of_one_head_dim(name, q, k, v, causal, scale, features)
     if name == forwards.FOR_CPU:
         return _for_cpu(q, k, v, causal, scale)
     for dim in (0, 1):
@@ -136,6 +138,27 @@ def _fused(
     if features.sequences:
         return _flash_packed(q, k, v, left, right, scale, features)
     return flash(q, k, v, causal, scale)
+
+
+def _of_one_head_dim(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features
+) -> Forward:
+    """`_fused` where v has another head_dim, by a forward that takes one for all: with columns of zeros."""
+    most = max(q.shape[3], v.shape[3])
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, most - tensor.shape[3]))
+
+    result = _fused(name, wide(q), wide(k), wide(v), causal, scale, features)
+    backward = result.gradients  # apart from the result, as in `forward`
+
+    def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
+        q, k, v, output, *rest = saved
+        found = backward(wide(dout), wide(q), wide(k), wide(v), wide(output), *rest)
+        return tuple(gradient[..., : one.shape[3]] for gradient, one in zip(found, (q, k, v), strict=True))
+
+    output = result.output[..., : v.shape[3]]
+    return Forward(output, result.lse, (q, k, v, output, *result.saved[4:]), gradients)
 
 
 def _in_parts(
@@ -267,22 +290,21 @@ def _with_columns(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features
 ) -> Forward:
     """ALiBi by a forward that has none: see `linear_bias`."""
-    head_dim, columns = q.shape[3], linear_bias.COLUMNS
+    head_dim = q.shape[3]
     plain = Features(features.window, features.bottom_right, 0.0, features.sequences)
     wide_q, wide_k, terms = linear_bias.extended(q, k, scale, features)
-    name = forwards.by_mask(wide_q, wide_k, causal, scale, plain)
-    wide = _fused(name, wide_q, wide_k, torch.nn.functional.pad(v, (0, columns)), causal, scale, plain)
+    name = forwards.by_mask(wide_q, wide_k, v, causal, scale, plain)
+    wide = _fused(name, wide_q, wide_k, v, causal, scale, plain)
     backward, packed = wide.gradients, wide.saved[4].dim() == 2  # apart from the result, as in `forward`
 
     def gradients(dout: torch.Tensor, *saved: Any) -> Gradients:
         q, k, v, output, lse, *rest = saved
         wide_q, wide_k, terms = linear_bias.extended(q, k, scale, features)
-        wide_v, wide_output, wide_dout = (torch.nn.functional.pad(tensor, (0, columns)) for tensor in (v, output, dout))
         wide_lse = lse - terms
-        found = backward(wide_dout, wide_q, wide_k, wide_v, wide_output, wide_lse[0] if packed else wide_lse, *rest)
-        return tuple(gradient[..., :head_dim] for gradient in found)
+        dq, dk, dv = backward(dout, wide_q, wide_k, v, output, wide_lse[0] if packed else wide_lse, *rest)
+        return dq[..., :head_dim], dk[..., :head_dim], dv
 
-    output, lse = wide.output[..., :head_dim], wide.lse + terms
+    output, lse = wide.output, wide.lse + terms
     return Forward(output, lse, (q, k, v, output, lse, *wide.saved[5:]), gradients)
 
 

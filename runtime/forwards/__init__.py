@@ -22,6 +22,9 @@ from . import flash_3, linear_bias
 CUDNN, FLASH, EFFICIENT, FLASH_WINDOW, FOR_CPU = "cudnn", "flash", "efficient", "flash_window", "cpu"
 """PyTorch's forwards. `FLASH_WINDOW` is FlashAttention with limits."""
 
+OF_ONE_HEAD_DIM = (FLASH, FLASH_WINDOW, FOR_CPU)
+"""Those that take v of the head_dim of q and k alone: where it has another, columns of zeros make them equal."""
+
 MATH, FLASH_3, ALIBI = "math", "flash_3", "alibi"
 """Elementary operations; FlashAttention-3 of the package ``flash_attn_interface``; one of PyTorch's with more columns,
 whose products are the slopes' bias (`linear_bias`)."""
@@ -87,7 +90,7 @@ def choose(
     Args:
         q: (B, Hq, Sq, D); with packed sequences B is 1, and S counts the rows of all.
         k: (B, Hkv, Skv, D).
-        v: (B, Hkv, Skv, D).
+        v: (B, Hkv, Skv, Dv).
         causal: Whether a query sees no key past its diagonal.
         scale: The softmax scale.
         features: The rest.
@@ -96,29 +99,31 @@ def choose(
         bias_dtype: That of a bias that is added to the scores; None where there is none.
     """
     if bias_dtype is not None:
-        return by_mask(q, k, causal, scale, features, bias_dtype)
+        return by_mask(q, k, v, causal, scale, features, bias_dtype)
     if features.plain:
         return _plain(q, k, v, causal, scale, enable_gqa, kernel)
-    if kernel and q.is_cuda and features.alibi_slopes is None and _has_flash_3(q.device):
+    like_flash_3 = features.alibi_slopes is None and q.shape[3] == v.shape[3]
+    if kernel and q.is_cuda and like_flash_3 and _has_flash_3(q.device):
         uncapped = Features(features.window, features.bottom_right, 0.0, features.sequences)
-        if by_mask(q, k, causal, scale, uncapped) in (FLASH, FLASH_WINDOW):
+        if by_mask(q, k, v, causal, scale, uncapped) in (FLASH, FLASH_WINDOW):
             return FLASH_3
-    return by_mask(q, k, causal, scale, features)
+    return by_mask(q, k, v, causal, scale, features)
 
 
 def by_mask(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     causal: bool,
     scale: float,
     features: Features,
     bias_dtype: torch.dtype | None = None,
 ) -> str:
     """FlashAttention, or what of PyTorch's takes its place where it lacks the mask. See `choose` for the arguments."""
-    if not _fusible(q, k, scale):
+    if not _fusible(q, k, v, scale):
         return MATH
     if features.alibi_slopes is not None:
-        return MATH if bias_dtype is not None else _with_slopes(q, k, causal, scale, features)
+        return MATH if bias_dtype is not None else _with_slopes(q, k, v, causal, scale, features)
     if not q.is_cuda:
         return FOR_CPU if features.plain and bias_dtype is None else MATH
     if bias_dtype is not None:
@@ -135,11 +140,13 @@ def by_mask(
     return FLASH_WINDOW if q.shape[2] <= k.shape[2] else MATH
 
 
-def _with_slopes(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, features: Features) -> str:
+def _with_slopes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, features: Features
+) -> str:
     without = Features(features.window, features.bottom_right, features.softcap, features.sequences)
     fits = q.shape[3] + linear_bias.COLUMNS <= _LARGEST_HEAD_DIM and scale * linear_bias.LARGEST_INVERSE_SCALE >= 1
     linear = linear_bias.is_linear(causal, features, q.shape[2], k.shape[2])
-    return ALIBI if fits and linear and by_mask(q, k, causal, scale, without) != MATH else MATH
+    return ALIBI if fits and linear and by_mask(q, k, v, causal, scale, without) != MATH else MATH
 
 
 def nearest(capability: tuple[int, int], seqlen: int, head_dim: int, causal: bool) -> Measurement | None:
@@ -153,18 +160,22 @@ def nearest(capability: tuple[int, int], seqlen: int, head_dim: int, causal: boo
     return min((row for row in MEASURED if row.capability == capability), key=distance, default=None)
 
 
-def _fusible(q: torch.Tensor, k: torch.Tensor, scale: float) -> bool:
+def _fusible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
     if not (q.numel() and k.numel()) or not scale > 0:  # fused ones mask scores before they scale them
         return False
-    return not q.is_cuda or (q.dtype in _HALF and q.shape[3] % 8 == 0 and q.shape[3] <= _LARGEST_HEAD_DIM)
+    if not q.is_cuda:
+        return True
+    return q.dtype in _HALF and all(one.shape[3] % 8 == 0 and one.shape[3] <= _LARGEST_HEAD_DIM for one in (q, v))
 
 
 def _plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, enable_gqa: bool, kernel: bool
 ) -> str:
-    chosen = by_mask(q, k, causal, scale, Features())
+    chosen, head_dims = by_mask(q, k, v, causal, scale, Features()), (q.shape[3], v.shape[3])
     if torch.compiler.is_compiling():
-        return _default_under_compile(q.device, q.dtype, q.shape[3], causal) if chosen == FLASH else chosen
+        if chosen != FLASH:
+            return chosen
+        return _of_head_dims(_default_under_compile(q.device, q.dtype, *head_dims, causal), head_dims, kernel)
     if chosen != FLASH:
         switch = {
             FOR_CPU: torch.backends.cuda.flash_sdp_enabled,
@@ -173,6 +184,8 @@ def _plain(
         return chosen if chosen == MATH or switch[chosen]() else MATH
     backend = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=enable_gqa)
     chosen = _BACKENDS.get(backend, MATH)
+    if head_dims[0] != head_dims[1]:
+        return _of_head_dims(chosen, head_dims, kernel)
     activated = _activated() == "FA3" and torch.backends.cuda.flash_sdp_enabled()
     if chosen == MATH or not (activated or (kernel and _has_flash_3(q.device))):
         return chosen
@@ -180,6 +193,12 @@ def _plain(
     if row is None or row.ms[FLASH_3] >= row.ms.get(chosen, math.inf):
         return chosen
     return FLASH if activated else FLASH_3
+
+
+def _of_head_dims(default: str, head_dims: tuple[int, int], kernel: bool) -> str:
+    """FlashAttention, which PyTorch does not think of where v has another head_dim, in place of what is slower."""
+    taken = kernel and head_dims[0] != head_dims[1] and default != CUDNN and torch.backends.cuda.flash_sdp_enabled()
+    return FLASH if taken else default
 
 
 def constant_under_compile(function: Callable[..., Any]) -> None:
@@ -190,13 +209,16 @@ def constant_under_compile(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _default_under_compile(device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool) -> str:
+def _default_under_compile(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, causal: bool
+) -> str:
     """PyTorch's choice at a common length: a traced graph serves many lengths, and tensors have no storage there."""
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
     with unset_fake_temporarily(), FakeTensorMode():
         q = torch.empty(1, 8, 1024, head_dim, dtype=dtype, device=device, requires_grad=True)
-        return _BACKENDS.get(torch._fused_sdp_choice(q, q, q, None, 0.0, causal), MATH)
+        v = torch.empty(1, 8, 1024, head_dim_v, dtype=dtype, device=device, requires_grad=True)
+        return _BACKENDS.get(torch._fused_sdp_choice(q, q, v, None, 0.0, causal), MATH)
 
 
 constant_under_compile(_default_under_compile)

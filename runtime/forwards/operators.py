@@ -33,13 +33,13 @@ def attention(
         call: What is asked for.
         q: (B, Hq, Sq, D); with packed sequences B is 1.
         k: (B, Hkv, Skv, D).
-        v: (B, Hkv, Skv, D).
+        v: (B, Hkv, Skv, Dv).
         sink: (Hq), if there is any.
         bias: (B or 1, Hq or 1, Sq or 1, Skv), if there is any.
         forward: Of `forwards.choose`.
 
     Returns:
-        (B, Hq, Sq, D) and the log-sum-exp, (B, Hq, Sq); both differentiable.
+        (B, Hq, Sq, Dv) and the log-sum-exp, (B, Hq, Sq); both differentiable.
     """
     features, options = call.features, (call.causal, call.scale, call.enable_gqa)
     mask = (*features.window, features.bottom_right, features.softcap)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...gen.errors import BwdtuneError
-from ...gen.problem import BIAS, FLAGS, Problem
+from ...gen.problem import BIAS, FLAGS, VALUE_HEAD_DIM, Problem
 from .. import dispatch
 from ..dispatch import Choice, notices
 from ..kernel import Kernel
@@ -32,7 +32,7 @@ class _Problem(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("device", "fp16", *_SIZES, "causal", "window_left", "window_right", *FLAGS, *BIAS)
+        for name in ("device", "fp16", *_SIZES, "causal", "window_left", "window_right", *FLAGS, *BIAS, VALUE_HEAD_DIM)
     ]
 
     def to_problem(self) -> Problem:
@@ -41,7 +41,7 @@ class _Problem(ctypes.Structure):
         Raises:
             UsageError: No problem has such sizes.
         """
-        sizes = {name: getattr(self, name) for name in (*_SIZES, "window_left", "window_right")}
+        sizes = {name: getattr(self, name) for name in (*_SIZES, "window_left", "window_right", VALUE_HEAD_DIM)}
         flags: dict[str, Any] = {name: bool(getattr(self, name)) for name in ("causal", *FLAGS)}
         if self.bias:
             letters = (letter if self.bias & bit else "1" for letter, bit in (("B", 4), ("H", 2), ("S", 1)))

@@ -105,8 +105,8 @@ class PythonOverrides:
             ("a mask tensor is given", bias is not None and bias.dtype not in _BIAS_DTYPE_NAMES),
             ("the sequences are those of a nested tensor", starts[0] is not None and not operator.packs),
             ("the dtypes are not all bfloat16 or all float16", tensors[1].dtype not in _DTYPE_NAMES),
-            ("head_dim is not a multiple of 8", tensors[1].shape[-1] % 8 != 0),
-            ("the input is empty", not tensors[1].numel() or not tensors[2].numel()),
+            ("head_dim is not a multiple of 8", any(tensor.shape[-1] % 8 for tensor in tensors[1:4])),
+            ("the input is empty", not all(tensor.numel() for tensor in tensors[1:4])),
         ):
             if holds:
                 raise _Declined(reason, reason)
@@ -126,7 +126,7 @@ class PythonOverrides:
         features = _simplest(q, k, Features((left, right), operator.bottom_right, 0.0, sequences))
         if bias is not None:
             bias = _readable_bias(bias, bias_grad)
-        problem = _problem(q, k, features, bias, bias_grad)
+        problem = _problem(q, k, v, features, bias, bias_grad)
         device = q.device.type
         if device not in native.DEVICE_TYPES:
             raise _Declined(f"the tensors are on {device}", f"the tensors are on {device}")
@@ -210,7 +210,12 @@ def _simplest(q: torch.Tensor, k: torch.Tensor, features: Features) -> Features:
 
 
 def _problem(
-    q: torch.Tensor, k: torch.Tensor, features: Features, bias: torch.Tensor | None, bias_grad: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    features: Features,
+    bias: torch.Tensor | None,
+    bias_grad: bool,
 ) -> Problem:
     sequences, (left, right) = features.sequences, features.window
     batch, lengths = q.shape[0], (q.shape[2], k.shape[2])
@@ -232,6 +237,7 @@ def _problem(
         bottom_right=features.bottom_right,
         varlen=sequences is not None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        value_head_dim=v.shape[3],
         **biased,
     )
 

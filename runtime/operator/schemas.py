@@ -84,13 +84,14 @@ for _name, _fake in (
     torch.library.register_fake(f"bwdtune::{_name}", _fake, lib=_library)
 
 
-def _forward(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _forward_varlen(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+def _forward_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 torch.library.register_fake("bwdtune::forward", _forward, lib=_library)
@@ -139,28 +140,37 @@ def register_flop_formulas() -> None:
 
     operators = torch.ops.bwdtune
 
-    def matmuls(count: int, q: Sequence[int], k: Sequence[int]) -> int:
-        batch, heads, seqlen_q, head_dim = q
-        return count * 2 * batch * heads * seqlen_q * k[2] * head_dim
+    def scores(q: Sequence[int], k: Sequence[int]) -> int:
+        batch, heads, seqlen_q, _ = q
+        return 2 * batch * heads * seqlen_q * k[2]
 
-    def packed(count: int, q: torch.Tensor, starts_q: torch.Tensor, starts_kv: torch.Tensor) -> int:
+    def packed_scores(q: torch.Tensor, starts_q: torch.Tensor, starts_kv: torch.Tensor) -> int:
         """Waits for the device, as PyTorch's formula of packed sequences does."""
         pairs = zip(starts_q.diff().tolist(), starts_kv.diff().tolist(), strict=True)
-        return count * 2 * q.shape[1] * q.shape[2] * sum(rows * keys for rows, keys in pairs)
+        return 2 * q.shape[1] * sum(rows * keys for rows, keys in pairs)
+
+    def of_forward(q: Sequence[int], v: Sequence[int]) -> int:
+        """Columns that its products have."""
+        return q[-1] + v[-1]
+
+    def of_backward(q: Sequence[int], v: Sequence[int]) -> int:
+        return 3 * q[-1] + 2 * v[-1]
 
     @flop_counter.register_flop_formula([operators.attention, operators.forward])
-    def attention(q: Sequence[int], k: Sequence[int], *unused: Any, **options: Any) -> int:
-        return matmuls(2, q, k)
+    def attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *unused: Any, **options: Any) -> int:
+        return scores(q, k) * of_forward(q, v)
 
     @flop_counter.register_flop_formula([operators.backward, operators.forward_backward])
-    def backward(dout: Sequence[int], q: Sequence[int], k: Sequence[int], *unused: Any, **options: Any) -> int:
-        return matmuls(5, q, k)
+    def backward(
+        dout: Sequence[int], q: Sequence[int], k: Sequence[int], v: Sequence[int], *unused: Any, **options: Any
+    ) -> int:
+        return scores(q, k) * of_backward(q, v)
 
     @flop_counter.register_flop_formula(operators.forward_varlen, get_raw=True)
     def forward_varlen(q: Any, k: Any, v: Any, starts_q: Any, starts_kv: Any, *unused: Any, **options: Any) -> int:
-        return packed(2, q, starts_q, starts_kv)
+        return packed_scores(q, starts_q, starts_kv) * of_forward(q.shape, v.shape)
 
     @flop_counter.register_flop_formula([operators.backward_varlen, operators.forward_varlen_backward], get_raw=True)
-    def backward_varlen(dout: Any, q: Any, *others: Any, **options: Any) -> int:
+    def backward_varlen(dout: Any, q: Any, k: Any, v: Any, *others: Any, **options: Any) -> int:
         starts_q, starts_kv = (other for other in others if getattr(other, "dtype", None) == torch.int32)
-        return packed(5, q, starts_q, starts_kv)
+        return packed_scores(q, starts_q, starts_kv) * of_backward(q.shape, v.shape)

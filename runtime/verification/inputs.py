@@ -70,8 +70,8 @@ class Inputs:
     Attributes:
         q: (B, Hq, Sq, D).
         k: (B, Hkv, Skv, D).
-        v: (B, Hkv, Skv, D).
-        dout: (B, Hq, Sq, D).
+        v: (B, Hkv, Skv, Dv).
+        dout: (B, Hq, Sq, Dv).
         features: The window, the cap and the sequences.
         forward: PyTorch's forward of q, k, v and the sinks.
         dlse: (B, Hq, Sq), fp32: the gradient of the log-sum-exp, if the problem has one.
@@ -132,6 +132,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     batch, (positions_q, positions_kv) = 1 if problem.varlen else problem.batch, case.positions
     queries = (batch, problem.heads_q, positions_q, problem.head_dim)
     keys = (batch, problem.heads_kv, positions_kv, problem.head_dim)
+    outputs, values = (*queries[:3], problem.head_dim_v), (*keys[:3], problem.head_dim_v)
 
     def draw(shape: tuple[int, int, int, int]) -> torch.Tensor:
         batch, heads, seqlen, head_dim = shape
@@ -139,7 +140,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
         values = torch.randn(stored, device=device, dtype=dtype, generator=generator)
         return values.transpose(1, 2) if case.heads_inside else values
 
-    q, k, v, dout = (draw(shape) for shape in (queries, keys, keys, queries))
+    q, k, v, dout = (draw(shape) for shape in (queries, keys, values, outputs))
     INPUTS[case.inputs](q, k, v, dout)
     features = case.features(device)
     dlse = sink = bias = None

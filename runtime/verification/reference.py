@@ -30,7 +30,7 @@ class HeadReference:
         rows: The sequence's rows of q.
         keys: Its rows of k.
         head_kv: Index; the query heads are ``head_kv * G`` to ``(head_kv + 1) * G - 1``.
-        gradients: dq (G, Sq, D), dk (Skv, D), dv (Skv, D).
+        gradients: dq (G, Sq, D), dk (Skv, D), dv (Skv, Dv).
         terms: For each element the root of the sum of squares of what is summed up for it: how large the gradient
             would be if nothing cancelled, and so the scale of unavoidable rounding.
         dbias: (G, Sq or 1, Skv), the heads' part of the bias' gradient, if that is wanted: summed over queries where
@@ -159,8 +159,8 @@ def head_reference(case: Case, inputs: Inputs, sequence: int, head_kv: int) -> H
     queries, douts = (tensor[batch, heads, rows].double() for tensor in (inputs.q, inputs.dout))
     seqlen_q, seqlen_kv = queries.shape[1], k.shape[0]
     low, high = problem.visible_range(seqlen_q, seqlen_kv)
-    dk, dv, dk_terms, dv_terms = (torch.zeros_like(k) for _ in range(4))
-    dq, dq_terms = torch.zeros_like(queries), torch.zeros_like(queries)
+    dq, dk, dv = (torch.zeros_like(tensor) for tensor in (queries, k, v))
+    dq_terms, dk_terms, dv_terms = (torch.zeros_like(tensor) for tensor in (queries, k, v))
     dbias = dbias_squares = None
     if inputs.bias is not None and problem.bias_grad:
         dbias, dbias_squares = (k.new_zeros(group, inputs.bias.shape[2], seqlen_kv) for _ in range(2))

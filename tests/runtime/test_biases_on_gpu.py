@@ -56,7 +56,7 @@ def test_the_memory_efficient_forward_is_as_elementary_operations(
     bias[..., 3 if bias.shape[2] > 1 else 0, : keys // 2] = -math.inf
     if bias.shape[2] > 1:
         bias[:, :, 100] = -math.inf
-    assert forwards.by_mask(q, k, causal, 0.125, features, bias.dtype) == forwards.EFFICIENT
+    assert forwards.by_mask(q, k, v, causal, 0.125, features, bias.dtype) == forwards.EFFICIENT
     found, exact = (
         torch_attention.forward(q, k, v, causal, 0.125, features, name, bias=bias, bias_grad=True)
         for name in (forwards.EFFICIENT, forwards.MATH)
@@ -81,7 +81,7 @@ def test_slopes_as_columns_are_as_elementary_operations(mask: str, packed: bool)
     features = Features(features.window, features.bottom_right, 0.0, sequences, slopes)
     batch = 1 if packed else 2
     q, k, v = draw(batch, 4, 290, HEAD_DIM), draw(batch, 2, 355, HEAD_DIM), draw(batch, 2, 355, HEAD_DIM)
-    assert forwards.by_mask(q, k, causal, 0.125, features) == forwards.ALIBI
+    assert forwards.by_mask(q, k, v, causal, 0.125, features) == forwards.ALIBI
     found, exact = (
         torch_attention.forward(q, k, v, causal, 0.125, features, name) for name in (forwards.ALIBI, forwards.MATH)
     )

@@ -56,14 +56,17 @@ class Kernels:
 
 
 def leaves(
-    *sizes: int, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, device: str = "cpu"
+    *sizes: int, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, head_dim_v: int = 0, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of B, Hq, Hkv, Sq, Skv, each of which needs a gradient; the same at each call."""
+    """q, k and v of B, Hq, Hkv, Sq, Skv, each of which needs a gradient; the same at each call.
+
+    v has `head_dim_v` columns; as many as q and k where that is 0.
+    """
     batch, heads_q, heads_kv, seqlen_q, seqlen_kv = sizes
     generator = torch.Generator(device).manual_seed(sum(sizes))
-    shapes = [(heads_q, seqlen_q), (heads_kv, seqlen_kv), (heads_kv, seqlen_kv)]
+    queries, keys = (heads_q, seqlen_q), (heads_kv, seqlen_kv)
+    shapes = [(*queries, head_dim), (*keys, head_dim), (*keys, head_dim_v or head_dim)]
     q, k, v = (
-        torch.randn(batch, heads, seqlen, head_dim, generator=generator, device=device).to(dtype).requires_grad_()
-        for heads, seqlen in shapes
+        torch.randn(batch, *shape, generator=generator, device=device).to(dtype).requires_grad_() for shape in shapes
     )
     return q, k, v

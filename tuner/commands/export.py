@@ -152,7 +152,7 @@ def export_config(problem: Problem, config: Config, arch: str, directory: Path) 
     """Exports a configuration that was chosen by hand. Needs no GPU, no compiler and no database.
 
     Args:
-        problem: Its dtype, head_dim and mask count; the sizes do not.
+        problem: Its dtype, head_dims and mask count; the sizes do not.
         config: The configuration.
         arch: The compile target of the build lines.
         directory: As for `export_winner`.
@@ -177,6 +177,7 @@ def _write(
         "parameters": source.config.to_dict(),
         "dtype": problem.dtype,
         "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
         **problem.features,
         "arch": arch,
         "source_hash": source.hash,

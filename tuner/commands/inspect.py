@@ -65,7 +65,7 @@ class Inspection:
 
     Attributes:
         config: The configuration.
-        problem: Its dtype, head_dim and mask count; the sizes do not.
+        problem: Its dtype, head_dims and mask count; the sizes do not.
         device: The card whose limits give the occupancy.
         variant: The build, with the source and the library.
         threads: Threads of a block of the main kernel.
@@ -95,6 +95,7 @@ class Inspection:
             "parameters": self.config.to_dict(),
             "dtype": self.problem.dtype,
             "head_dim": self.problem.head_dim,
+            "head_dim_v": self.problem.head_dim_v,
             **self.problem.features,
             "device": self.device.name,
             "arch": self.device.arch,
@@ -116,7 +117,7 @@ class Inspection:
         from rich.table import Table
 
         name = short_form(self.config)
-        kind = f"{self.problem.dtype}, head_dim {self.problem.head_dim}, {self.problem.kernel_spec_label}"
+        kind = f"{self.problem.dtype}, head_dim {self.problem.head_dims}, {self.problem.kernel_spec_label}"
         table = Table(title=f"{name}, {kind}, {self.device.arch}")
         table.add_column("main kernel")
         table.add_column("compiled", justify="right")
@@ -166,7 +167,7 @@ def inspect(problem: Problem, config: Config, device: Device, *, cache: Path | N
     """Compiles a configuration and reads what it takes. Needs nvcc, and no GPU.
 
     Args:
-        problem: Its dtype, head_dim and mask select the kernel.
+        problem: Its dtype, head_dims and mask select the kernel.
         config: What to compile.
         device: The target, and the limits that the occupancy refers to.
         cache: Where builds are kept; None for the usual place.

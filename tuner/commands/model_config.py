@@ -42,20 +42,23 @@ def problems_of_model(path: Path, batch: int, length: int, described: Callable[[
         raise UsageError(f"{path} is no model's configuration: it holds no object")
     text = config.get("text_config")
     text = {**config, **text} if isinstance(text, dict) else config
-    if "qk_nope_head_dim" in text:
-        raise UsageError(
-            f"{path}: v has another head_dim than q and k (multi-head latent attention): no kernel takes it"
-        )
     heads = _number(text, _HEADS, path)
     kv_heads = _number(text, _KV_HEADS, path, default=1 if text.get("multi_query") else heads)
-    head_dim = _number(text, ("head_dim",), path, default=0) or _number(text, _WIDTH, path) // heads
-    problem = described(f"{batch}_{heads}_{kv_heads}_{length}_{head_dim}")
+    problem = described(f"{batch}_{heads}_{kv_heads}_{length}_{_head_dims(text, heads, path)}")
     names = text.get("architectures") or config.get("architectures") or _CAUSAL
     if any(part in name for name in names for part in _CAUSAL):
         problem = replace(problem, causal=True)
     if text.get("attn_logit_softcapping"):
         problem = replace(problem, softcap=True)
     return [_windowed(problem, window) for window in _windows(text, path)]
+
+
+def _head_dims(text: Mapping[str, Any], heads: int, path: Path) -> str:
+    """D as a shape has it. In multi-head latent attention q and k have columns with and without a position."""
+    if "qk_nope_head_dim" not in text:
+        return f"{_number(text, ('head_dim',), path, default=0) or _number(text, _WIDTH, path) // heads}"
+    columns = sum(_number(text, (name,), path) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    return f"{columns}x{_number(text, ('v_head_dim',), path)}"
 
 
 def _windows(text: Mapping[str, Any], path: Path) -> list[int | None]:

@@ -116,7 +116,7 @@ def check(problem: Problem, config: Config, device: Device, *, cache: Path | Non
     """Compiles a configuration and verifies it, on a GPU at the problem's own sizes too. Stores nothing.
 
     Args:
-        problem: Its dtype, head_dim, mask and group of heads count; on a GPU its sizes too.
+        problem: Its dtype, head_dims, mask and group of heads count; on a GPU its sizes too.
         config: What is checked.
         device: The current GPU, or `gen.device.HOST`.
         cache: Where builds are kept; None for the usual place.

@@ -141,7 +141,8 @@ def predict(
     if problem.bias_is_summed and not problem.deterministic and problem.bias_shape[2] > 1:
         adding += config.block_q * config.block_kv / _ADDS[_BIAS_VECTOR]
     tile = _norm(_ASYNCHRONOUS_OVERLAP, _tile_cycles(problem, config, work, sm), adding)
-    key_tile_bytes = 4 * config.block_kv * problem.head_dim * problem.element_bytes  # K, V, dK and dV
+    # K, V, dK and dV
+    key_tile_bytes = 2 * config.block_kv * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
     block = clock_ghz * (_BLOCK_NS + key_tile_bytes * device.sm_count / device.bandwidth_tb_s / 1000)
     cycles = _grid_cycles(problem, config, device.sm_count, blocks, tile, block)
     if work.converts_dq:
@@ -187,7 +188,8 @@ class _Sm:
 
     def load_cycles(self, problem: Problem, block_q: int) -> float:
         """Until Q and dO have arrived."""
-        return _LOAD_NS * self.clock_ghz + 2 * block_q * problem.head_dim * problem.element_bytes / _TILE_BYTES
+        columns = problem.head_dim + problem.head_dim_v
+        return _LOAD_NS * self.clock_ghz + block_q * columns * problem.element_bytes / _TILE_BYTES
 
 
 def _tile_cycles(problem: Problem, config: Config, work: TileWork, sm: _Sm) -> float:
@@ -304,7 +306,7 @@ def _passes_ms(problem: Problem, device: Device, converts: bool) -> float:
 
     Where the main kernel ``converts`` dQ, O and dO are read.
     """
-    moved = problem.query_elements * 2 * problem.element_bytes
+    moved = problem.output_elements * 2 * problem.element_bytes
     if not converts:
         moved += problem.query_elements * (problem.element_bytes + 2 * ACCUMULATOR_BYTES)
     return moved / device.bandwidth_tb_s / 1e9 + _LAUNCHES_NS / 1e6

@@ -151,10 +151,14 @@ def apart(one: tuple[Problem, Device], other: tuple[Problem, Device]) -> float:
         + _OTHER_DTYPE * (a.dtype != b.dtype)
         + _OTHER_MASK * (a.mask != b.mask)
         + _OTHER_FEATURE * sum(getattr(a, name) != getattr(b, name) for name in (*FLAGS, *BIAS))
-        + _HEAD_DIM_DOUBLED * abs(math.log2(a.head_dim / b.head_dim))
+        + _HEAD_DIM_DOUBLED * (_doublings(a.head_dim, b.head_dim) + _doublings(a.head_dim_v, b.head_dim_v)) / 2
         + _OTHER_CARD * (mine.name != its.name)
         + _OTHER_TARGET * (mine.arch != its.arch)
     )
+
+
+def _doublings(one: int, other: int) -> float:
+    return abs(math.log2(one / other))
 
 
 def _residuals(outcomes: Outcomes, emulate: str | None) -> dict[Config, float]:

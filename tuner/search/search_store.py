@@ -357,6 +357,6 @@ class SearchStore(VariantStore):
 
         def far(other: Problem) -> tuple[bool, bool, float]:
             mine = self._problem
-            return other.head_dim != mine.head_dim, other.mask != mine.mask, distance(other, mine)
+            return other.head_dims != mine.head_dims, other.mask != mine.mask, distance(other, mine)
 
         yield from dict.fromkeys(one.config for one in sorted(found, key=lambda one: far(one.problem)))

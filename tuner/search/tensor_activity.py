@@ -26,7 +26,7 @@ def mma_count(problem: Problem, config: Config) -> int:
     """The m16n8k16 products of a launch of the main kernel, tails and masked elements of a tile included.
 
     A block has a tile of keys and meets the tiles of queries that the mask leaves it: five products of ``block_q`` x
-    ``block_kv`` x ``head_dim`` each, whose columns some warps and panels fill up.
+    ``block_kv`` x a head_dim each, whose columns some warps and panels fill up.
     """
     met = sum(sum(query_tiles_met(problem, config.block_q, config.block_kv, *lengths)) for lengths in problem.lengths)
     return problem.heads_q * met * (config.block_q * config.block_kv * config.product_columns(problem) // MMA_PRODUCTS)

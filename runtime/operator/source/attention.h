@@ -147,8 +147,27 @@ struct Forward {
   MaybeTensor seed, offset;  // what PyTorch's backward needs besides
 };
 
+// Zeros for columns that other tensors have more of: `runtime.torch_attention._of_one_head_dim`.
+inline Tensor with_columns(const Tensor& tensor, const SymInt& columns) {
+  const SymInt missing = columns - tensor.sym_size(-1);
+  return missing == 0 ? tensor : at::constant_pad_nd_symint(tensor, {0, missing}, 0);
+}
+
+inline Tensor columns_of(const Tensor& wide, const Tensor& like) { return wide.narrow_symint(-1, 0, like.sym_size(-1)); }
+
+// Whether a forward has to be given more columns: it takes one head_dim, and v has another than q and k.
+inline bool needs_columns(const Tensor& q, const Tensor& v, c10::string_view which) {
+  return (which == "flash" || which == "flash_window" || which == "cpu") && q.sym_size(-1) != v.sym_size(-1);
+}
+
 inline Forward forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, c10::string_view which, const Biases& biases) {
+  if (needs_columns(q, v, which)) {
+    const SymInt most = q.sym_size(-1).max(v.sym_size(-1));
+    Forward wide = forward(with_columns(q, most), with_columns(k, most), with_columns(v, most), mask, which, biases);
+    wide.out = columns_of(wide.out, v);
+    return wide;
+  }
   if (which == "cudnn") {
     auto result = at::_scaled_dot_product_cudnn_attention(
         q, k, v, std::nullopt, /*compute_log_sumexp=*/true, 0.0, mask.causal, false, mask.scale);
@@ -209,6 +228,13 @@ inline Found pytorch_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const Mask& mask, bool repeatable, c10::string_view which,
     const Biases& biases) {
+  if (needs_columns(q, v, which)) {
+    const SymInt most = q.sym_size(-1).max(v.sym_size(-1));
+    const auto wide = [&](const Tensor& tensor) { return with_columns(tensor, most); };
+    Found found = pytorch_backward(
+        wide(dout), wide(q), wide(k), wide(v), wide(out), lse, seed, offset, mask, repeatable, which, biases);
+    return Gradients{columns_of(found.dq, q), columns_of(found.dk, k), columns_of(found.dv, v)};
+  }
   const PytorchOnly pytorch;
   const Deterministic deterministic(repeatable);
   if (which == "cudnn")
@@ -255,6 +281,12 @@ inline Found pytorch_backward(
 inline Forward forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Packed& packed, const Mask& mask, c10::string_view which,
     const MaybeTensor& slopes) {
+  if (needs_columns(q, v, which)) {
+    const SymInt most = q.sym_size(-1).max(v.sym_size(-1));
+    Forward wide = forward(with_columns(q, most), with_columns(k, most), with_columns(v, most), packed, mask, which, slopes);
+    wide.out = columns_of(wide.out, v);
+    return wide;
+  }
   if (which == "flash") {
     auto result = at::_flash_attention_forward_symint(
         q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, 0.0, false, false,
@@ -292,6 +324,13 @@ inline Found pytorch_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const Packed& packed, const Mask& mask, bool repeatable,
     c10::string_view which, const MaybeTensor& slopes) {
+  if (needs_columns(q, v, which)) {
+    const SymInt most = q.sym_size(-1).max(v.sym_size(-1));
+    const auto wide = [&](const Tensor& tensor) { return with_columns(tensor, most); };
+    Found found = pytorch_backward(
+        wide(dout), wide(q), wide(k), wide(v), wide(out), lse, seed, offset, packed, mask, repeatable, which, slopes);
+    return Gradients{columns_of(found.dq, q), columns_of(found.dk, k), columns_of(found.dv, v)};
+  }
   const PytorchOnly pytorch;
   const Deterministic deterministic(repeatable);
   if (which == "flash")

@@ -159,12 +159,15 @@ inline std::optional<Reason> problem_of(const Call& call, Problem& problem) {
   const Axes at = axes(call.format);
   const bool varlen = call.format == Format::kTHD;
   const int64_t head_dim = q.size(dims - 1), heads_q = q.size(at.head), heads_kv = k.size(at.head);
-  if (k.sizes() != v.sizes() || k.size(dims - 1) != head_dim || (!varlen && k.size(0) != q.size(0)) ||
-      call.out.sizes() != q.sizes() || call.dout.sizes() != q.sizes())
+  const int64_t head_dim_v = v.size(dims - 1);
+  const auto rows_of = [&](const Tensor& tensor) { return tensor.sizes().slice(0, dims - 1); };
+  if (rows_of(k) != rows_of(v) || k.size(dims - 1) != head_dim || (!varlen && k.size(0) != q.size(0)) ||
+      call.out.dim() != dims || rows_of(call.out) != rows_of(q) || call.out.size(dims - 1) != head_dim_v ||
+      call.dout.sizes() != call.out.sizes())
     return kShapes;
-  if (!q.numel() || !k.numel()) return kEmpty;
+  if (!q.numel() || !k.numel() || !v.numel()) return kEmpty;
   if (heads_q % heads_kv) return kShapes;
-  if (head_dim % 8) return kHeadDim;
+  if (head_dim % 8 || head_dim_v % 8) return kHeadDim;
   const auto dtype = q.scalar_type();
   if (dtype != at::kBFloat16 && dtype != at::kHalf) return kDtype;
   for (const Tensor* tensor : {&k, &v, &call.out, &call.dout})
@@ -211,6 +214,7 @@ inline std::optional<Reason> problem_of(const Call& call, Problem& problem) {
       call.bias_grad,
       0,
       0,
+      head_dim_v == head_dim ? 0 : head_dim_v,
   };
   if (call.bias.defined()) {
     const auto bias_dtype = call.bias.scalar_type();

@@ -41,6 +41,7 @@ struct Problem {
   int64_t bias_grad;
   int64_t bias;  // 0 for none, else 8 and what it is not broadcast over: 4 batches, 2 heads, 1 queries
   int64_t bias_dtype;  // 0 for bf16 or none, 1 for fp16, 2 for fp32
+  int64_t value_head_dim;  // of v and the output, where they have another than q and k, else 0
 
   bool operator==(const Problem& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 
@@ -80,7 +81,7 @@ constexpr std::array<const char*, kFirstOfPython> kReasons = {
     "a mask tensor is given",
     "the sequences are those of a nested tensor",
     "the tensors are not four-dimensional (three with packed sequences)",
-    "the shapes of q, k, v, the output and its gradient do not belong to one attention with one head_dim",
+    "the shapes of q, k, v, the output and its gradient do not belong to one attention",
     "head_dim is not a multiple of 8",
     "the dtypes are not all bfloat16 or all float16",
     "the tensors are on several devices",

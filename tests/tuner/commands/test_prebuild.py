@@ -193,6 +193,17 @@ def problems(config: dict[str, Any], tmp_path: Path, batch: int = 2, length: int
         ),
         ({"sliding_window": 32, "layer_types": ["full_attention"] * 3}, ["2_4_2_128_64 bf16 causal"]),
         ({"architectures": ["BertForMaskedLM"]}, ["2_4_2_128_64 bf16 full"]),
+        # DeepSeek
+        (
+            {
+                "num_key_value_heads": 4,
+                "head_dim": 64,
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 128,
+            },
+            ["2_4_128_192x128 bf16 causal"],
+        ),
         # The language model of one that sees, too.
         (
             {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"num_attention_heads": 8}},
@@ -224,7 +235,7 @@ def test_a_model_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("[]", "it holds no object"),
         ("{}", "has no num_attention_heads"),
         ('{"num_attention_heads": 4}', "has no hidden_size"),
-        (json.dumps({**LLAMA, "qk_nope_head_dim": 128}), "multi-head latent attention"),
+        (json.dumps({**LLAMA, "qk_nope_head_dim": 128}), "has no qk_rope_head_dim"),
     ],
 )
 def test_a_file_that_is_none_of_a_model(text: str, complaint: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from ...gen.build.jobs import find_built
 from ...gen.build.toolchain import ToolchainError, find_compiler
 from ...gen.device import Device
 from ...gen.errors import BwdtuneError
-from ...gen.problem import WINDOW, Problem, distance
+from ...gen.problem import VALUE_HEAD_DIM, WINDOW, Problem, distance
 from ...gen.render import render
 from ..gpu import gpu_key
 from . import builds
@@ -23,7 +23,8 @@ NEARBY = 5
 
 _SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv")
 _MASK = ("causal", "window_left", "window_right")
-_KIND_FIELDS = ("mask", *(name for name in Problem.stored_names() if name not in (*_SIZES, *_MASK)))
+_HEAD_DIMS = ("head_dim", VALUE_HEAD_DIM)
+_KIND_FIELDS = ("mask", *(name for name in Problem.stored_names() if name not in (*_SIZES, *_MASK, *_HEAD_DIMS)))
 """What a kernel is generated for; sizes, and the limits of a window, are arguments."""
 
 
@@ -121,6 +122,7 @@ def _differences(row: Row, problem: Problem, device: Device) -> list[Difference]
         gpu = gpu_key(device)
         add("GPU", f"{row.gpu.name} ({row.gpu.capability})", f"{gpu.name} ({gpu.capability})", True)
     theirs = row.problem
+    add("head_dim", theirs.head_dims, problem.head_dims, True)
     for name in _KIND_FIELDS:
         add(name, getattr(theirs, name), getattr(problem, name), True)
     for name in _SIZES:

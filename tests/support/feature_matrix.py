@@ -51,6 +51,9 @@ FEATURES: tuple[dict[str, Any], ...] = (
 )
 ALL_FEATURES_AT = (40, 64, 128)  # head_dims
 
+HEAD_DIM_PAIRS = ((192, 128), (128, 64), (64, 128), (136, 72))
+"""Of q and k, and of v."""
+
 LENGTHS = (
     (1, 1),
     (1, 129),
@@ -139,6 +142,12 @@ def matrix() -> tuple[Kernel, ...]:
         for head_dim, mask, features in itertools.product(HEAD_DIMS, MASKS, FEATURES)
         if not features or head_dim in ALL_FEATURES_AT
     ]
+    # Each pair with each mask; neighbours have other features.
+    pairs = itertools.product(HEAD_DIM_PAIRS, MASKS)
+    kinds += [
+        (head_dim, mask, {**FEATURES[number * 5 % len(FEATURES)], "value_head_dim": head_dim_v})
+        for number, ((head_dim, head_dim_v), mask) in enumerate(pairs)
+    ]
     problems = [
         # With a group, so that kernels that split it are among those drawn; cases have groups and none.
         Problem(("bf16", "fp16")[number % 2], 1, 2, 1, 256, 256, head_dim, **mask, **features)
@@ -148,13 +157,19 @@ def matrix() -> tuple[Kernel, ...]:
         Kernel(family, problem, tuple(_cases(problem)))
         for family, config_type in FAMILIES.items()
         for problem in problems
-        if family == MmaConfig.family
-        or (
-            (problem.required_features or problem.head_dim not in ALL_FEATURES_AT)
-            and set(problem.required_features) <= config_type.features
-            and _any_config(family, Problem("bf16", 1, 2, 1, 256, 256, problem.head_dim), HOST)
-            and _any_config(family, problem, HOST)
-        )
+        if _is_checked(family, config_type, problem)
+    )
+
+
+def _is_checked(family: str, config_type: type[Config], problem: Problem) -> bool:
+    if family == MmaConfig.family and not problem.value_head_dim:
+        return True
+    plain = Problem("bf16", 1, 2, 1, 256, 256, problem.head_dim, value_head_dim=problem.value_head_dim)
+    return bool(
+        (problem.required_features or problem.head_dim not in ALL_FEATURES_AT)
+        and set(problem.required_features) <= config_type.features
+        and _any_config(family, plain, HOST)
+        and _any_config(family, problem, HOST)
     )
 
 

@@ -69,13 +69,13 @@ def test_a_sample_on_the_host(kernel: feature_matrix.Kernel, monkeypatch: pytest
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("family", "head_dim"), sorted({(kernel.family, kernel.problem.head_dim) for kernel in MATRIX})
+    ("family", "head_dims"), sorted({(kernel.family, kernel.problem.head_dims) for kernel in MATRIX})
 )
-def test_all_of_it_on_the_gpu(family: str, head_dim: int) -> None:
+def test_all_of_it_on_the_gpu(family: str, head_dims: str) -> None:
     device = current_device()
     if family == WgmmaConfig.family and not device.has_wgmma:
         pytest.skip(f"{device.name} has no wgmma")
-    kernels = [kernel for kernel in MATRIX if (kernel.family, kernel.problem.head_dim) == (family, head_dim)]
+    kernels = [kernel for kernel in MATRIX if (kernel.family, kernel.problem.head_dims) == (family, head_dims)]
     assert not wrong(kernels, Verifier("cuda"), device)
 
 

@@ -111,7 +111,7 @@ def _with_options(
 
 def _problem(
     shape: Annotated[
-        str, typer.Option("--shape", help="B_H_S_D, or B_HQ_HKV_S_D for grouped queries; S may be SQxSKV.")
+        str, typer.Option("--shape", help="B_H_S_D, or B_HQ_HKV_S_D for grouped queries; S may be SQxSKV, D DxDV.")
     ],
     causal: Annotated[bool, typer.Option("--causal", help="A query sees no key past its diagonal.")] = False,
     window: Annotated[

@@ -246,6 +246,8 @@ class _GpuBench:
                 bias=inputs.bias,
                 bias_grad=inputs.bias_grad,
             )
+        elif name == "fa" and problem.value_head_dim:
+            raise KernelError("PyTorch's Flash Attention takes v of the head_dim of q and k alone")
         elif inputs.features.plain and inputs.bias is None:
             forward = PEERS[name].forward(inputs.q, inputs.k, inputs.v, problem.causal, problem.softmax_scale)
         elif name == "fa" and (flash := self._default(problem, inputs)) in (FLASH, FLASH_WINDOW):

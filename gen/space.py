@@ -155,9 +155,10 @@ def valid_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     """
     if reason := head_dim_refusal(problem):
         raise UsageError(reason)
-    found, _ = _judged(problem, device)
+    found, refused = _judged(problem, device)
     if not found:
-        raise UsageError(f"no configuration fits {problem.label} on {device.name}")
+        ((reason, _),) = refused.most_common(1)
+        raise UsageError(f"no configuration fits {problem.label} on {device.name}; most often {reason}")
     return found
 
 

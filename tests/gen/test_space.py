@@ -271,11 +271,15 @@ def test_what_a_template_does_not_have_is_refused_by_name(
         assert "mma" in reason.partition(": ")[2]
 
 
-@pytest.mark.parametrize("head_dim", [1, 20, 100, 264, 272])
-def test_a_head_dim_that_no_kernel_takes_is_named(head_dim: int) -> None:
-    problem = Problem.parse(f"8_16_4096_{head_dim}")
-    with pytest.raises(UsageError, match=f"head_dim {head_dim}: the kernels take multiples of 8 up to 256"):
-        valid_configs(problem, H200)
+@pytest.mark.parametrize(
+    ("head_dims", "named"),
+    [*((str(size), f"head_dim {size}") for size in (1, 20, 100, 264, 272)), ("576x512", "head_dim 576")],
+)
+def test_a_head_dim_that_no_kernel_takes_is_named(head_dims: str, named: str) -> None:
+    for shape in (f"8_16_4096_{head_dims}", f"8_16_4096_64x{head_dims.split('x')[0]}"):
+        said = named if shape.endswith(f"_{head_dims}") else named.replace("head_dim", "head_dim_v")
+        with pytest.raises(UsageError, match=f"^{said}: the kernels take multiples of 8 up to 256"):
+            valid_configs(Problem.parse(shape), H200)
 
 
 @pytest.mark.slow
@@ -285,6 +289,12 @@ def test_every_head_dim_has_a_space(device: Device, head_dim: int) -> None:
     for features in ({}, {"deterministic": True}):
         problem = Problem.parse(f"8_16_4096_{head_dim}", causal=True, **features)
         assert any(refusal(problem, config, device) is None for config in all_representatives())
+
+
+def test_an_empty_space_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "FAMILIES", {"wgmma": WgmmaConfig})
+    with pytest.raises(UsageError, match=r"^no configuration fits 8_16_4096_128 .* RTX 5090; most often .*wgmma"):
+        valid_configs(SEED, RTX_5090)
 
 
 def test_the_order_of_the_space_is_fixed() -> None:

@@ -38,12 +38,17 @@ SMALL: dict[str, Any] = {
 }
 WINDOW = {"sliding_window": 6}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 2},
+    **{"head_dim": 8, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", WINDOW),
     "gemma2": ("Gemma2", {**WINDOW, **LAYERS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32}),
     "gemma3": ("Gemma3", {**WINDOW, **LAYERS, "query_pre_attn_scalar": 32}),
+    "deepseek": ("DeepseekV3", LATENT),
     "gpt-oss": ("GptOss", {**WINDOW, **LAYERS, "num_local_experts": 1, "num_experts_per_tok": 1}),
 }
 if not hasattr(transformers, "GptOssConfig"):  # since 4.55
@@ -56,7 +61,7 @@ def model(name: str, implementation: str, dtype: torch.dtype = torch.float32) ->
     names = (
         ("Gemma3TextConfig", "Gemma3ForCausalLM") if family == "Gemma3" else (f"{family}Config", f"{family}ForCausalLM")
     )
-    config = getattr(transformers, names[0])(**SMALL, **more)
+    config = getattr(transformers, names[0])(**{**SMALL, **more})
     config._attn_implementation = implementation
     torch.manual_seed(0)
     return getattr(transformers, names[1])(config).to(dtype).train()

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..device import Device
 from ..emulation import Emulation
-from ..problem import ACCUMULATOR_BYTES, BIAS_ELEMENT_BYTES, CAUSAL, FEATURES, FULL, VALUE_HEAD_DIM, WINDOW, Problem
+from ..problem import ACCUMULATOR_BYTES, BIAS_ELEMENT_BYTES, CAUSAL, FEATURES, FULL, WINDOW, Problem
 from .base import (
     BARRIER_BYTES,
     FRAGMENT_REGISTERS,
@@ -26,7 +26,9 @@ from .context import KernelContext
 
 _CONVERTED_ROWS = 32  # of dQ, that the warp which converts it takes at a time
 _HEAD_DIMS = range(32, 128 + 1, 8)
+_P_FIRST_HEAD_DIMS = range(128 + 8, 192 + 1, 8)
 _SPLIT_HEAD_DIMS = range(128 + 8, 256 + 1, 8)
+_SPLIT_VALUE_HEAD_DIMS = range(32, 256 + 1, 8)
 _PANEL_COLUMNS = 64
 _WORKING_REGISTERS = 28
 _PREFETCH_SLACK = 20  # measured: with fewer to spare, ptxas spills a bias that is read ahead
@@ -43,7 +45,7 @@ class WgmmaConfig(Config):
 
     family: ClassVar[str] = "wgmma"
     group: ClassVar[str] = "wgmma"
-    features: ClassVar[frozenset[str]] = frozenset(FEATURES) - {VALUE_HEAD_DIM}
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     divides_registers: ClassVar[bool] = True
 
     # What is no parameter: the template has it from here.
@@ -91,6 +93,31 @@ class WgmmaConfig(Config):
         _of_split("skip_masked", False, "consumers of the same keys have the same tiles masked"),
         _of_split("code_copies", 1, "consumers of dK and of dV have code of their own, not {code_copies} copies of it"),
         _of_split("dq_epilogue_in_kernel", False, "tiles of head_dims above 128 leave no room to convert dQ"),
+        Contradiction(
+            ("p_first", "split_accumulators"),
+            lambda p_first, split: p_first and split,
+            "consumers of dK or dV alone have S or dP, not both",
+        ),
+        Contradiction(
+            ("p_first", "block_q"),
+            lambda p_first, block_q: p_first and block_q != 64,
+            "with dK and dV of head_dims above 128 there are registers for 64 queries: a tile has {block_q}",
+        ),
+        Contradiction(
+            ("p_first", "v_fragments"),
+            lambda p_first, fragments: p_first and fragments,
+            "beside dK and dV of head_dims above 128 no registers are left for V",
+        ),
+        Contradiction(
+            ("p_first", "dq_delayed"),
+            lambda p_first, delayed: p_first and not delayed,
+            "while P is computed, it is dQ of the tile before that is multiplied",
+        ),
+        Contradiction(
+            ("p_first", "dq_epilogue_in_kernel"),
+            lambda p_first, in_kernel: p_first and in_kernel,
+            "tiles of head_dims above 128 leave no room to convert dQ",
+        ),
         Contradiction(
             ("dout_stages", "split_accumulators"),
             lambda stages, split: stages != 2 and not split,
@@ -194,6 +221,15 @@ class WgmmaConfig(Config):
         later=True,
     )
 
+    p_first: bool = parameter(
+        "p",
+        (False, True),
+        "P is rounded to 16 bits and dV summed before dP is computed, which takes the registers that S had: for "
+        "head_dims above 128 with values of 128 or fewer, of whose 64 keys a consumer then has dK and dV.",
+        default=False,
+        later=True,
+    )
+
     @property
     def block_kv(self) -> int:
         """Rows of a K/V tile (B_c): the keys of an item."""
@@ -202,27 +238,12 @@ class WgmmaConfig(Config):
     def refusal(self, problem: Problem, device: Device) -> str | None:
         if not device.has_wgmma:
             return f"{device.name} has no wgmma: it is an instruction of sm_90a alone"
-        if self.split_accumulators:
-            if problem.head_dim not in _SPLIT_HEAD_DIMS:
-                return (
-                    f"head_dim {problem.head_dim}: a consumer of dK alone, or of dV, is for {_SPLIT_HEAD_DIMS[0]} to "
-                    f"{_SPLIT_HEAD_DIMS[-1]}; up to {_HEAD_DIMS[-1]} it has registers for both"
-                )
-        elif problem.head_dim not in _HEAD_DIMS:
-            why = (
-                "most of the 64 columns that it is filled up to would be zeros"
-                if problem.head_dim < _HEAD_DIMS[0]
-                else f"dK and dV of 64 keys alone are {problem.head_dim} registers a thread"
-            )
-            taken = f"the wgmma kernels take {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]}"
-            return f"head_dim {problem.head_dim}: {taken}; {why}"
-        steps = ceil_div(problem.head_dim, MMA_K)
-        if self.v_fragments > steps:
-            return f"V has {steps} steps along head_dim: {self.v_fragments} cannot be kept"
+        if reason := self._head_dim_refusal(problem):
+            return reason
         if self.lse_delta_k_step and problem.softcap:
             return "the log-sum-exp that is folded into S would be capped with it"
-        if self.split_accumulators and problem.softcap and problem.bias_grad:
-            return "the warpgroup that computes dBias is handed P times the cap's derivative, and dBias needs P itself"
+        if self.keeps_p_in_fp16 and problem.softcap and problem.bias_grad:
+            return "dS and dBias are made of P times the cap's derivative, in 16 bits, and dBias needs P itself"
         if self.skip_masked and problem.mask == FULL:
             return "there is no mask that would leave tiles to be skipped"
         if self.skip_masked and problem.deterministic and problem.mask == CAUSAL and not self.store_first:
@@ -239,9 +260,52 @@ class WgmmaConfig(Config):
             return f"about {needed} registers a thread: two computing warpgroups have {self.consumer_registers}"
         return None
 
+    def _head_dim_refusal(self, problem: Problem) -> str | None:
+        """Why it does not take these head_dims, in words."""
+        head_dim, values = problem.head_dim, problem.head_dim_v
+        of_values = _SPLIT_VALUE_HEAD_DIMS if self.split_accumulators else _HEAD_DIMS
+        if self.split_accumulators:
+            if head_dim not in _SPLIT_HEAD_DIMS:
+                return (
+                    f"head_dim {head_dim}: a consumer of dK alone, or of dV, is for {_SPLIT_HEAD_DIMS[0]} to "
+                    f"{_SPLIT_HEAD_DIMS[-1]}; up to {_HEAD_DIMS[-1]} it has registers for both"
+                )
+        elif self.p_first:
+            if head_dim not in _P_FIRST_HEAD_DIMS:
+                return (
+                    f"head_dim {head_dim}: dP after P is for {_P_FIRST_HEAD_DIMS[0]} to {_P_FIRST_HEAD_DIMS[-1]}; "
+                    f"up to {_HEAD_DIMS[-1]} there are registers for both at once"
+                )
+        elif head_dim not in _HEAD_DIMS:
+            why = (
+                "most of the 64 columns that it is filled up to would be zeros"
+                if head_dim < _HEAD_DIMS[0]
+                else f"dK and dV of 64 keys alone are {(head_dim + values) // 2} registers a thread"
+            )
+            taken = f"the wgmma kernels take {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]}"
+            return f"head_dim {head_dim}: {taken}; {why}"
+        if values not in of_values:
+            return f"head_dim_v {values}: beside a head_dim of {head_dim} it may be {of_values[0]} to {of_values[-1]}"
+        # Of V, and where the accumulators are split, of K.
+        kept = "V or K" if self.split_accumulators and head_dim < values else "V"
+        steps = ceil_div(min(head_dim, values) if self.split_accumulators else values, MMA_K)
+        if self.v_fragments > steps:
+            return f"{kept} has {steps} steps along head_dim: {self.v_fragments} cannot be kept"
+        return None
+
     def register_limit(self, device: Device) -> int:
         """Of a consumer thread."""
         return self.consumer_registers
+
+    @property
+    def stages_in_place(self) -> bool:
+        """Whether dK and dV are staged where K and V were, and not where dQ and dS were."""
+        return self.split_accumulators or self.p_first
+
+    @property
+    def keeps_p_in_fp16(self) -> bool:
+        """Whether dS is made of a P that was rounded to fp16, and not of that in fp32."""
+        return self.split_accumulators or self.p_first
 
     @property
     def sums_stages(self) -> int:
@@ -256,17 +320,17 @@ class WgmmaConfig(Config):
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         block_q, block_kv, stages = self.block_q, self.block_kv, self.stages
-        _, panel_columns = _columns(problem.head_dim)
-        row_bytes = panel_columns * problem.element_bytes
-        keys = 2 * block_kv * row_bytes
-        query_stages = stages + self.dout_stages
-        queries = query_stages * block_q * row_bytes
+        of_row, of_value_row = (
+            _columns(head_dim)[1] * problem.element_bytes for head_dim in (problem.head_dim, problem.head_dim_v)
+        )
+        # K and V have places of their own, or change them.
+        keys = block_kv * (of_row + of_value_row if self.stages_in_place else 2 * max(of_row, of_value_row))
+        queries = block_q * (stages * of_row + self.dout_stages * of_value_row)
         ds = stages * block_q * block_kv * problem.element_bytes
-        dq = block_q * panel_columns * ACCUMULATOR_BYTES
-        p = 0
-        if self.split_accumulators:
-            p = block_q * block_kv * problem.element_bytes
+        dq = block_q * _columns(problem.head_dim)[1] * ACCUMULATOR_BYTES
+        if self.stages_in_place:  # dQ's panels come there one after another, or not at all
             dq = self.consumer_warpgroups * block_q * _PANEL_COLUMNS * ACCUMULATOR_BYTES * self.dq_bulk_reduce
+        p = block_q * block_kv * problem.element_bytes * self.split_accumulators
         # A pattern of 8 rows for every 64 queries, for each stage of L and of delta, and one of zeros; or a float each.
         statistics = block_q // 64 * 1024 if self.lse_delta_k_step else block_q * ACCUMULATOR_BYTES
         zeros, converted = statistics if self.lse_delta_k_step else 0, 0
@@ -274,25 +338,28 @@ class WgmmaConfig(Config):
             # Sums on their way in, the last ones converted, and more zeros.
             row_bytes_of_part = _PANEL_COLUMNS * (self.sums_stages * ACCUMULATOR_BYTES + problem.element_bytes)
             zeros, converted = self.zeros_bytes, _CONVERTED_ROWS * row_bytes_of_part
-        barriers = (17 + 2 * self.dout_stages + 2 * self.item_stages + self.sums_stages) * BARRIER_BYTES
+        barriers = (17 - self.p_first + 2 * self.dout_stages + 2 * self.item_stages + self.sums_stages) * BARRIER_BYTES
         tiles = keys + queries + ds + p + dq + converted
-        own = tiles + query_stages * statistics + zeros + barriers
+        own = tiles + (stages + self.dout_stages) * statistics + zeros + barriers
         if problem.varlen:
             return ceil_div(own, 16) * 16 + self.item_stages * self.packed_item_bytes
         return own + self.item_stages * INDEX_BYTES
 
     def registers(self, problem: Problem) -> int:
         """Of a consumer thread. A producer needs few; the launch itself asks for a third of an SM's."""
-        sums = (1 if self.split_accumulators else 2) * _columns(problem.head_dim)[0] // 2
+        of_dk, of_dv = (_columns(head_dim)[0] // 2 for head_dim in (problem.head_dim, problem.head_dim_v))
+        sums = max(of_dk, of_dv) if self.split_accumulators else of_dk + of_dv
         # In fp16 L's constants are not delta's, and one consumer may have both.
         both = problem.dtype == "fp16" and not self.split_accumulators
         constants = (1 + both) * self.lse_delta_k_step
         kept = FRAGMENT_REGISTERS * (self.v_fragments + constants)
         # S and dP, or one of them and dQ, are alive together; P and dS in 16 bits, which take their place, with dQ.
         scores = self.block_q
+        # With P first, these 16 bits are there beside dP in S's place; else they are among the others.
+        working = _WORKING_REGISTERS - self.p_first * self.block_q // 4
         # Measured: with less to spare for a cap's slopes, ptxas spills or serializes.
         slopes = self.block_q * 7 // 32 if problem.softcap else 0
-        return sums + kept + scores + slopes + self._bias_registers(problem) + _WORKING_REGISTERS
+        return sums + kept + scores + slopes + self._bias_registers(problem) + working
 
     def _bias_registers(self, problem: Problem) -> int:
         """Measured: what a bias that is read where it is added needs, and addresses of its gradient's elements."""
@@ -315,25 +382,29 @@ class WgmmaConfig(Config):
 
     def product_columns(self, problem: Problem) -> int:
         of_sums, of_dq = _columns(problem.head_dim)
-        return 4 * of_sums + of_dq
+        of_values, _ = _columns(problem.head_dim_v)
+        return 2 * (of_sums + of_values) + of_dq
 
     def tile_work(self, problem: Problem) -> TileWork:
         """The tensor cores read operands from shared memory themselves: A of 64 rows and B of each k-step, for each of
         two warpgroups, but for what lies in registers."""
-        head_dim, block_q, element = problem.head_dim, self.block_q, problem.element_bytes
+        head_dim, values = problem.head_dim, problem.head_dim_v
+        block_q, element = self.block_q, problem.element_bytes
         # Each consumer has all products of its own keys; or both have one of each pair, and divide dQ.
         split = self.split_accumulators
         shares = 1 if split else self.consumer_warpgroups
-        step_a, steps = self.warpgroup_keys * MMA_K * element, head_dim // MMA_K
-        of_scores = 2 * steps * (step_a + block_q * MMA_K * element) - (1 + split) * self.v_fragments * step_a
+        step_a, steps = self.warpgroup_keys * MMA_K * element, (head_dim + values) // MMA_K
+        of_scores = steps * (step_a + block_q * MMA_K * element) - (1 + split) * self.v_fragments * step_a
         of_scores += 2 * self.lse_delta_k_step * block_q * MMA_K * element
-        of_dkv = 2 * block_q * head_dim * element
+        of_dkv = block_q * (head_dim + values) * element
         of_dq = self.block_kv // MMA_K * (step_a + self.dq_queries(head_dim) * MMA_K * element)
         of_dq *= ceil_div(head_dim, _PANEL_COLUMNS) if split else 1
-        moved = ((1 + 2 * split) * self.block_kv + 2 * head_dim) * block_q * element
+        if self.p_first:  # and half the queries of a third panel
+            of_dq += self.block_kv // MMA_K * (step_a + block_q // 2 * MMA_K * element)
+        moved = ((1 + 2 * split) * self.block_kv + head_dim + values) * block_q * element
         moved += 2 * block_q * head_dim * ACCUMULATOR_BYTES
         phase = Phase(
-            products=5 * head_dim + 2 * MMA_K * self.lse_delta_k_step,
+            products=3 * head_dim + 2 * values + 2 * MMA_K * self.lse_delta_k_step,
             shared_bytes=shares * (of_scores + of_dkv + of_dq) + moved,
             computes_scores=True,
         )
@@ -361,8 +432,26 @@ class WgmmaContext(KernelContext):
     @property
     def wgmma_widths(self) -> list[int]:
         """The n of all wgmma: of S and dP, of dK and dV, of dQ."""
-        columns = ceil_div(self.head_dim, MMA_K) * MMA_K
-        return sorted({self.config.block_q, columns, self.config.dq_queries(self.head_dim)})
+        sums = {_columns(head_dim)[0] for head_dim in (self.head_dim, self.head_dim_v)}
+        of_dq = {self.config.dq_queries(self.head_dim)}
+        if self.config.p_first:  # and of dQ's last columns
+            of_dq.add(self.config.block_q // self.config.consumer_warpgroups)
+        return sorted({self.config.block_q, *sums, *of_dq})
+
+    @property
+    def stages_in_place(self) -> bool:
+        """Whether dK and dV are staged where K and V were, and not where dQ and dS were."""
+        return self.config.stages_in_place
+
+    @property
+    def has_dq_buffer(self) -> bool:
+        """Whether shared memory has a place where dQ is staged, or else dK."""
+        return self.config.dq_bulk_reduce or not self.stages_in_place
+
+    @property
+    def adds_dq_in_parts(self) -> bool:
+        """Whether a consumer has several parts of a tile's dQ, one after another."""
+        return self.config.split_accumulators or self.config.p_first
 
     @property
     def evaluates_mask(self) -> bool:

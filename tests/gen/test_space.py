@@ -10,7 +10,7 @@ from covering import all_representatives
 from bwdtune.gen import space
 from bwdtune.gen.device import H200, RTX_5090, Device
 from bwdtune.gen.errors import UsageError
-from bwdtune.gen.families import FAMILIES, PRESETS, Config, WgmmaConfig
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, WgmmaConfig, parse_config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.space import all_configs, refusal, refusals, space_hash, valid_configs
 
@@ -44,6 +44,7 @@ NOT_EVERYWHERE = {
     # Above 128 columns alone does one consumer accumulate dV and the other dK.
     **{("wgmma", "split_accumulators", head_dim, "sm_90a"): {True} for head_dim in (64, 128)},
     **{("wgmma", "dout_stages", head_dim, "sm_90a"): {1} for head_dim in (64, 128)},
+    **{("wgmma", "p_first", head_dim, "sm_90a"): {True} for head_dim in (64, 128)},
 }
 
 
@@ -64,7 +65,8 @@ def valid_set(problem: Problem, device: Device) -> frozenset[Config]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_points_of_the_space(preset: str) -> None:
-    problem = dataclasses.replace(SEED, head_dim={"w128": 64, "w64split": 256, "w64bulk": 256}.get(preset, 128))
+    head_dims = {"w128": (64, 0), "w64split": (256, 0), "w64bulk": (256, 0), "w64mla": (192, 128)}.get(preset, (128, 0))
+    problem = dataclasses.replace(SEED, head_dim=head_dims[0], value_head_dim=head_dims[1])
     config = PRESETS[preset]
     assert refusal(problem, config, H200) is None
     assert (refusal(problem, config, RTX_5090) is None) == (preset != "t128" and preset[0] != "w")
@@ -245,6 +247,32 @@ def test_a_head_dim_that_wgmma_kernels_do_not_take_is_refused_with_the_cause(hea
 def test_accumulators_are_split_above_head_dim_128(head_dim: int, changes: dict[str, int], said: str | None) -> None:
     config = dataclasses.replace(PRESETS["w64split"], **changes)
     reason = refusal(Problem.parse(f"8_16_4096_{head_dim}", causal=True), config, H200)
+    assert reason is None if said is None else said in (reason or "")
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "config", "said"),
+    [
+        ("192x128", "w64mla", None),
+        ("192x128", "w64mla lse_delta_k_step=1", "bytes of shared memory"),
+        ("192x128", "w64mla v_fragments=1", "no registers are left for V"),
+        ("192x136", "w64mla", "head_dim_v 136: beside a head_dim of 192 it may be 32 to 128"),
+        ("128x64", "w64mla", "up to 128 there are registers for both at once"),
+        ("200x128", "w64mla", "dP after P is for 136 to 192"),
+        ("192x128", "w64mla dq_epilogue_in_kernel", "leave no room to convert dQ"),
+        ("192x128", "w64mla split_accumulators", "have S or dP, not both"),
+        ("192x128", "w64", "dK and dV of 64 keys alone are 160 registers a thread"),
+        ("192x128", "w64split", None),
+        ("256x32", "w64split", "V has 2 steps along head_dim: 4 cannot be kept"),
+        ("128x192", "w64split", "up to 128 it has registers for both"),
+        ("128x64", "w64", None),
+        ("64x128", "w64lag", None),
+        ("128x16", "w64", "head_dim_v 16: beside a head_dim of 128 it may be 32 to 128"),
+        ("576x512", "w64mla", "head_dim 576: the kernels take multiples of 8 up to 256"),
+    ],
+)
+def test_head_dims_of_values(head_dims: str, config: str, said: str | None) -> None:
+    reason = refusal(Problem.parse(f"4_16_4096_{head_dims}", causal=True), parse_config(config), H200)
     assert reason is None if said is None else said in (reason or "")
 
 

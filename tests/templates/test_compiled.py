@@ -119,6 +119,7 @@ SPLIT_FEATURED = (
     (Problem.parse("4_8_4096_256"), PRESETS["w64split"]),
     (Problem.parse("4_8_4096_192", causal=True, varlen=True), PRESETS["w64split"]),
     (Problem.parse("4_8_4096_256", causal=True, deterministic=True), PRESETS["w64bulk"]),
+    (Problem.parse("4_16_4096_192x128", causal=True, deterministic=True), PRESETS["w64mla"]),
     (
         Problem.parse("4_8_4096_256", dtype="fp16", causal=True, softcap=True),
         replace(PRESETS["w64bulk"], lse_delta_k_step=False, v_fragments=0),
@@ -129,7 +130,7 @@ SPLIT_FEATURED = (
 @pytest.mark.parametrize(
     ("problem", "config"), SPLIT_FEATURED, ids=[problem.kernel_spec for problem, _ in SPLIT_FEATURED]
 )
-def test_split_accumulators_do_not_spill(problem: Problem, config: Config) -> None:
+def test_head_dims_above_128_do_not_spill(problem: Problem, config: Config) -> None:
     assert_fits(problem, config, H200)
 
 

@@ -94,6 +94,26 @@ def test_features_of_split_accumulators(shape: str, features: dict[str, object],
     assert record.passed, record.reason
 
 
+OF_VALUES: tuple[tuple[str, dict[str, object], str], ...] = (
+    ("1_4_2_131x150_192x128", {"causal": True}, "w64mla skip_masked=1"),
+    ("1_2_2_70x200_136x72", {"dtype": "fp16"}, "w64mla resync=1 code_copies=2 l2_head_group=16"),
+    ("2_2_1_200x80_176x104", {"causal": True, "deterministic": True}, "w64mla store_first=1"),
+    ("1_2_1_131x150_192x128", {"window_left": 20, "window_right": 70, "deterministic": True}, "w64mla l2_head_group=4"),
+    ("2_2_1_131_192x128", {"causal": True, "varlen": True}, "w64mla dq_bulk_reduce=0 lse_delta_k_step=1"),
+    ("1_2_1_70x90_136x64", {"alibi": True, "bias": "1_H_S", "bias_grad": True}, "w64mla"),
+    ("1_2_1_70x90_136x256", {"causal": True}, "w64bulk"),
+    ("1_2_1_131x150_64x128", {"causal": True}, "w64lag"),
+    ("1_2_1_131x150_128x72", {}, "w64conv"),
+)
+
+
+@pytest.mark.parametrize(("shape", "features", "config"), OF_VALUES)
+def test_head_dims_of_values(shape: str, features: dict[str, object], config: str) -> None:
+    problem = Problem.parse(shape, **features)  # type: ignore[arg-type]
+    record = VERIFIER.verify_at(problem, load(render(problem, parse_config(config))))
+    assert record.passed, record.reason
+
+
 @pytest.mark.parametrize(("dtype", "causal"), [("bf16", True), ("fp16", False)])
 @pytest.mark.parametrize(("shape", "preset"), [("2_8_2_256_64", "v2"), ("1_4_1_256_128", "v3")])
 def test_groups_that_are_split(shape: str, preset: str, dtype: str, causal: bool) -> None:
@@ -156,7 +176,8 @@ def covering_cases() -> dict[Problem, list[Config]]:
 def test_every_value_of_every_parameter_is_covered() -> None:
     for family, config_type in FAMILIES.items():
         for name, choices in config_type.choices.items():
-            found = {config.to_dict()[name] for config in covering_configs() if config.family == family}
+            named = [*covering_configs(), *(parse_config(config) for _, _, config in OF_VALUES)]
+            found = {config.to_dict()[name] for config in named if config.family == family}
             assert found == set(choices), name
 
 
@@ -559,6 +580,26 @@ SPLIT_ACCUMULATORS_MUTATIONS = {
     "the last tile's dQ lacks a panel": ("panel < DQ_PANELS", "panel < 1"),
     "dV where K was": ("COMPUTES_P ? V_OFFSET : K_OFFSET)", "K_OFFSET)"),
 }
+VALUES_PROBLEM = Problem.parse("1_2_1_131x150_136x72", causal=True)
+VALUES_MUTATIONS = {
+    "dV is stored with dK's columns": ("a.dv, HEAD_DIM_V,", "a.dv, HEAD_DIM,"),
+    "delta sums over Q's columns": ("column < HEAD_DIM_V)", "column < HEAD_DIM)"),
+    "dP sums over Q's columns": ("step < HEAD_DIM_V_STEPS;", "step < HEAD_DIM_STEPS;"),
+    "both consumers have the same queries of dQ's last columns": (
+        "shared + DS_OFFSET + warpgroup * LAST_DQ_QUERIES * ROW_BYTES",
+        "shared + DS_OFFSET",
+    ),
+    "dS of the other consumer is not waited for": ("block.wait_full<STAGES>(DS_FULL, tile - 1);", ""),
+    "Q is given back while dK is computed": ("ptx::wgmma_wait<0>();\n      arrive(Q_EMPTY", "arrive(Q_EMPTY"),
+    "dK over K that dQ still reads": (
+        "ptx::named_barrier_sync(CONSUMERS_BARRIER, CONSUMER_WARPGROUPS * WARPGROUP_THREADS);\n    const int place",
+        "const int place",
+    ),
+    "K and V over dK and dV that copies still read": (
+        "ptx::bulk_wait_read<0>();\n    block.arrive(K_EMPTY",
+        "block.arrive(K_EMPTY",
+    ),
+}
 SPLIT_BULK_MUTATIONS = {
     "dQ's second panel where the first one is": ("start, panel);", "start, first_dq_panel(warpgroup));"),
     "a panel of dQ is not copied": ("panel < first_dq_panel(warpgroup + 1)", "panel < first_dq_panel(warpgroup) + 1"),
@@ -797,6 +838,7 @@ FAULTS: dict[str, Fault] = {
     },
     **{name: (SPLIT, MUTATED_PROBLEM, *change) for name, change in SPLIT_MUTATIONS.items()},
     **{name: (PRESETS["w64lag"], WGMMA_PROBLEM, *change) for name, change in WGMMA_MUTATIONS.items()},
+    **{name: (PRESETS["w64mla"], VALUES_PROBLEM, *change) for name, change in VALUES_MUTATIONS.items()},
     **{name: (PRESETS["w64lag"], PACKED_PROBLEM, *change) for name, change in PACKED_WGMMA_MUTATIONS.items()},
     **{
         name: (PRESETS[preset], SPLIT_ACCUMULATORS_PROBLEM, *change)

@@ -189,9 +189,10 @@ FEATURED = (
     Problem.parse("8_16_4096_64", dtype="fp16", window_left=9, varlen=True, sink=True, alibi=True),
     Problem.parse("8_16_4096_64", causal=True, alibi=True, bias="1_H_S", bias_dtype="fp32", bias_grad=True),
 )
+VALUES = Problem.parse("8_16_4096_128x64", causal=True)
 KINDS = pytest.mark.parametrize(
     ("problem", "preset"),
-    [(CAUSAL, "v3"), (FULL_FP16, "v2"), *((problem, "v2") for problem in FEATURED)],
+    [(CAUSAL, "v3"), (FULL_FP16, "v2"), *((problem, "v2") for problem in FEATURED), (VALUES, "w64")],
     ids=lambda value: getattr(value, "kernel_spec", value),
 )
 

@@ -320,11 +320,12 @@ def _efficient_biased(
 ) -> Forward:
     """Memory-efficient attention with a bias, of any mask: what that kernel has not is made part of the bias."""
     own = _is_plainly_causal(q, k, causal, features)
+    masked = _masked_bias(bias, q, k, causal, features)
     output, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
         q,
         _expand_heads(q, k),
         _expand_heads(q, v),
-        efficient_bias(bias, q, k, causal, features),
+        _expanded_bias(masked, q),
         True,
         0.0,
         own,
@@ -358,8 +359,18 @@ def _efficient_biased(
         summed = [dim for dim in range(3) if bias.shape[dim] == 1 and ds.shape[dim] != 1]
         return (*found, ds.sum(summed, keepdim=True) if summed else ds)
 
-    padded = lse[..., : q.shape[2]].contiguous()
-    return Forward(output, padded, (q, k, v, output, lse, bias, seed, offset), gradients)
+    rows = row_features.rows_of(lse, q)
+    # The kernel has 0 for a row that sees no key; its backward takes infinity as well.
+    rows.masked_fill_(_sees_nothing(masked, q, own), math.inf)
+    return Forward(output, rows.contiguous(), (q, k, v, output, lse, bias, seed, offset), gradients)
+
+
+def _sees_nothing(bias: torch.Tensor, q: torch.Tensor, causal: bool) -> torch.Tensor:
+    """(B or 1, Hq or 1, Sq or 1), true where a bias leaves a row of q no key, or none at or before the diagonal."""
+    if not causal:
+        return bias.amax(-1) == -math.inf
+    sees, first = (bias != -math.inf).byte().max(-1)
+    return (sees == 0) | (first > torch.arange(q.shape[2], device=q.device))
 
 
 def efficient_bias(
@@ -375,8 +386,18 @@ def efficient_bias(
         causal: See `forward`.
         features: The mask, without a cap.
     """
+    return _expanded_bias(_masked_bias(bias, q, k, causal, features), q)
+
+
+def _masked_bias(
+    bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, causal: bool, features: Features
+) -> torch.Tensor:
     if features.limits(causal) != PLAIN.window and not _is_plainly_causal(q, k, causal, features):
-        bias = bias.masked_fill(_unseen(q, k, causal, features), -math.inf)
+        return bias.masked_fill(_unseen(q, k, causal, features), -math.inf)
+    return bias
+
+
+def _expanded_bias(bias: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     keys = bias.shape[3]
     compiling = torch.compiler.is_compiling()
     if not (bias.stride(3) == 1 and keys % _BIAS_PADDING == 0 if compiling else _is_aligned(bias)):

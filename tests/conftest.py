@@ -24,7 +24,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # For all workers, their children and the next run: what is compiled is addressed by content.
+    os.environ["BWDTUNE_CACHE"] = str(_kernel_cache(config))
     # What a shell starts in the background ignores Ctrl-C, and what nohup starts SIGHUP, children included: those that
     # a test sends such a signal would go on.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -45,7 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _kernel_cache(config: pytest.Config) -> Path:
-    """One for all workers, and for the next run: what is compiled is addressed by content."""
     assert config.cache
     return config.cache.mkdir("kernels")
 
@@ -55,19 +56,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     cache = _kernel_cache(session.config)
-    for entry in (*cache.glob("kernels/*"), *cache.glob("device_code/*")):
+    for entry in (path for kind in ("kernels", "device_code", "stubs") for path in cache.glob(f"{kind}/*")):
         if time.time() - entry.stat().st_mtime > KERNELS_KEPT_S:
             entry.unlink() if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
-def _own_places(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    pytestconfig: pytest.Config,
-) -> None:
-    monkeypatch.setenv("BWDTUNE_CACHE", str(_kernel_cache(pytestconfig)))
+def _own_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("BWDTUNE_DB", str(tmp_path / "bwdtune.sqlite"))
     # What this version ships would answer where a test says that nothing is stored.
     table = tmp_path_factory.mktemp("package") / "shipped.json"

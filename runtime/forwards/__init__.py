@@ -165,7 +165,8 @@ def _fusible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) ->
         return False
     if not q.is_cuda:
         return True
-    return q.dtype in _HALF and all(one.shape[3] % 8 == 0 and one.shape[3] <= _LARGEST_HEAD_DIM for one in (q, v))
+    head_dim, head_dim_v = q.shape[3], v.shape[3]
+    return q.dtype in _HALF and not (head_dim % 8 or head_dim_v % 8) and max(head_dim, head_dim_v) <= _LARGEST_HEAD_DIM
 
 
 def _plain(

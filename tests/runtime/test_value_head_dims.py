@@ -34,16 +34,27 @@ def inputs_of(*sizes: int, head_dims: tuple[int, int] = (48, 32)) -> Tensors:
 
 @kernel_or_none
 @pytest.mark.parametrize(
-    ("head_dims", "mask"),
-    [((48, 32), {"is_causal": True}), ((32, 48), {"window_size": (5, 3)}), ((32, 48), {"softcap": 2.0})],
+    ("head_dims", "sizes", "mask"),
+    [
+        ((48, 32), (2, 4, 2, 17, 40), {"is_causal": True}),
+        ((32, 48), (2, 4, 2, 17, 40), {"window_size": (5, 3)}),
+        ((32, 48), (2, 4, 1, 1, 36), {"softcap": 2.0}),
+    ],
 )
-def test_gradients(ours: Kernels, head_dims: tuple[int, int], mask: dict[str, Any], none: str) -> None:
+def test_gradients(
+    ours: Kernels, head_dims: tuple[int, int], sizes: tuple[int, ...], mask: dict[str, Any], none: str
+) -> None:
+    """More columns than q and k, or fewer.
+
+    XunhaoLai/native-sparse-attention-triton #27: dq lacked columns of v past those of q. pytorch/pytorch #128348 and
+    #129579: refused with an error of a library's. apple/coreai-torch #117: one query, and o had the columns of q.
+    """
     ours.none = none
 
     def attention(*inputs: torch.Tensor) -> Any:
         return bwdtune.attention(*inputs, enable_gqa=True, return_lse=True, **mask)
 
-    inputs = inputs_of(2, 4, 2, 17, 40, head_dims=head_dims)
+    inputs = inputs_of(*sizes, head_dims=head_dims)
     assert_right(attention, functools.partial(exact, **mask), inputs, True)
     assert [(problem.head_dim, problem.head_dim_v) for problem in ours.asked] == [head_dims]
 

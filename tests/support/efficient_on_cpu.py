@@ -43,6 +43,8 @@ def _forward(
     _check(query, key, attn_bias)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     output, lse = math_attention.forward(query, key, value, is_causal, scale, PLAIN, attn_bias)
+    if attn_bias is not None:
+        lse = lse.masked_fill(lse.isinf(), 0.0)  # of a row that sees no key
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _ROWS), value=math.inf)
     seeds = (torch.zeros((), dtype=torch.long) for _ in range(2))
     return output.transpose(1, 2).contiguous().transpose(1, 2), padded, *seeds

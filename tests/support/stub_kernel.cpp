@@ -1,36 +1,56 @@
 // The kernels' C interface over a naive fp32 backward on the CPU: a correct kernel for tests of what stands around one, and
-// with FAULT set, kernels that are wrong in one way each.
+// with a fault, kernels that are wrong in one way each. It is compiled once: what a library computes stands in `settings`,
+// which `stub_kernels.py` overwrites in copies of the file.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "interface.h"
 
-#define NONE 0
-#define HALF_OF_THE_ROWS 1      // leaves the second half of dk and dv as it was
-#define ACCUMULATES 2           // adds to dq without clearing it
-#define OTHER_MASK 3            // the diagonal one too far
-#define CHANGES_AN_INPUT 4      // writes to k
-#define NAN_TAIL 5              // the last row of dq is not a number where seqlen_q is odd
-#define ONE_ELEMENT 6           // one wrong element in dv, after the first tile
-#define WRITES_PAST_THE_END 7   // the row after the last of dk
-#define FORGETS_THE_SCALE 8     // in dq
-#define SEGFAULT 9
-#define ENDLESS 10
-#define ERROR_CODE 11
-#define READS_THE_WORKSPACE 12  // as if it were cleared
-#define FORGETS_STRIDES 13      // takes dout for packed
-#define ONE_QUERY_HEAD 14       // of a group adds to dk and dv
-#define ABORTS 15
-
-#ifndef FAULT
-#define FAULT NONE
-#endif
+// Such as " HEAD_DIM=64 MASK=causal ". Hidden, so that each of several libraries in a process reads its own.
+__attribute__((visibility("hidden"))) char settings[512] = "settings of a stub kernel";
 
 namespace {
+
+std::string text(const char* name) {
+  const char* value = std::strstr(settings, (std::string(" ") + name + "=").c_str());
+  if (!value) std::abort();
+  value = std::strchr(value, '=') + 1;
+  return std::string(value, std::strchr(value, ' '));
+}
+int number(const char* name) { return std::atoi(text(name).c_str()); }
+
+int mask() {
+  const std::string name = text("MASK");
+  return name == "full" ? BWDTUNE_MASK_FULL : name == "causal" ? BWDTUNE_MASK_CAUSAL : BWDTUNE_MASK_WINDOW;
+}
+
+const bool BF16 = text("DTYPE") == "bf16";
+const int HEAD_DIM = number("HEAD_DIM"), HEAD_DIM_V = number("HEAD_DIM_V"), ABI_VERSION = number("ABI_VERSION");
+const int MASK = mask();
+const bool BOTTOM_RIGHT = number("BOTTOM_RIGHT"), SOFTCAP = number("SOFTCAP"), VARLEN = number("VARLEN"),
+           DETERMINISTIC = number("DETERMINISTIC"), LSE_GRAD = number("LSE_GRAD"), SINK = number("SINK"),
+           ALIBI = number("ALIBI"), BIAS_GRAD = number("BIAS_GRAD");
+const std::string BIAS = text("BIAS"), BIAS_DTYPE = text("BIAS_DTYPE");
+
+// NONE, or
+//   HALF_OF_THE_ROWS     leaves the second half of dk and dv as it was
+//   ACCUMULATES          adds to dq without clearing it
+//   OTHER_MASK           the diagonal one too far
+//   CHANGES_AN_INPUT     writes to k
+//   NAN_TAIL             the last row of dq is not a number where seqlen_q is odd
+//   ONE_ELEMENT          one wrong element in dv, after the first tile
+//   WRITES_PAST_THE_END  the row after the last of dk
+//   FORGETS_THE_SCALE    in dq
+//   READS_THE_WORKSPACE  as if it were cleared
+//   FORGETS_STRIDES      takes dout for packed
+//   ONE_QUERY_HEAD       of a group adds to dk and dv
+//   SEGFAULT, ABORTS, ENDLESS, ERROR_CODE
+const std::string FAULT = text("FAULT");
 
 float from_bits(uint32_t bits) {
   float value;
@@ -70,19 +90,19 @@ float load(uint16_t x) { return BF16 ? load_bf16(x) : load_fp16(x); }
 uint16_t store(float x) { return BF16 ? store_bf16(x) : store_fp16(x); }
 
 // Of a bias and its gradient: 0 for bf16, 1 for fp16, 2 for fp32.
-int bias_kind() { return !std::strcmp(BIAS_DTYPE, "fp32") ? 2 : !std::strcmp(BIAS_DTYPE, "fp16"); }
+const int BIAS_KIND = BIAS_DTYPE == "fp32" ? 2 : BIAS_DTYPE == "fp16";
 
 float load_bias(const bwdtune_tensor& t, int64_t at) {
-  if (bias_kind() == 2) return static_cast<const float*>(t.data)[at];
+  if (BIAS_KIND == 2) return static_cast<const float*>(t.data)[at];
   const uint16_t bits = static_cast<const uint16_t*>(t.data)[at];
-  return bias_kind() ? load_fp16(bits) : load_bf16(bits);
+  return BIAS_KIND ? load_fp16(bits) : load_bf16(bits);
 }
 
 void store_bias(const bwdtune_tensor& t, int64_t at, float x) {
-  if (bias_kind() == 2)
+  if (BIAS_KIND == 2)
     static_cast<float*>(t.data)[at] = x;
   else
-    static_cast<uint16_t*>(t.data)[at] = bias_kind() ? store_fp16(x) : store_bf16(x);
+    static_cast<uint16_t*>(t.data)[at] = BIAS_KIND ? store_fp16(x) : store_bf16(x);
 }
 
 struct Rows {
@@ -113,7 +133,7 @@ void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv, std::ve
   std::vector<float> dk_sum(skv * HEAD_DIM), dv_sum(skv * HEAD_DIM_V), dq_row(HEAD_DIM);
   for (int64_t head_q = head_kv * group; head_q < (head_kv + 1) * group; head_q++) {
     bwdtune_tensor dout_layout = a.dout;
-    if (FAULT == FORGETS_STRIDES) {
+    if (FAULT == "FORGETS_STRIDES") {
       dout_layout.stride_seqlen = HEAD_DIM_V;
       dout_layout.stride_head = sq * HEAD_DIM_V;
       dout_layout.stride_batch = a.heads_q * sq * HEAD_DIM_V;
@@ -135,7 +155,7 @@ void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv, std::ve
       if (MASK == BWDTUNE_MASK_CAUSAL) end = std::min(i + diagonal + 1, skv);
       if (MASK == BWDTUNE_MASK_WINDOW && a.window_right >= 0) end = std::min(i + diagonal + a.window_right + 1, skv);
       if (MASK == BWDTUNE_MASK_WINDOW && a.window_left >= 0) begin = std::max<int64_t>(i + diagonal - a.window_left, 0);
-      if (FAULT == OTHER_MASK) end = MASK == BWDTUNE_MASK_CAUSAL ? std::min(end + 1, skv) : end - 1;
+      if (FAULT == "OTHER_MASK") end = MASK == BWDTUNE_MASK_CAUSAL ? std::min(end + 1, skv) : end - 1;
       for (int64_t j = begin; j < end; j++) {
         const float *k_row = &k[j * HEAD_DIM], *v_row = &v[j * HEAD_DIM_V];
         float s = 0, dp = 0;
@@ -146,30 +166,30 @@ void head(const bwdtune_arguments& a, int64_t sequence, int64_t head_kv, std::ve
         const auto element = [&](const bwdtune_tensor& t) {
           return sequence * t.stride_batch + head_q * t.stride_head + i * t.stride_seqlen + j;
         };
-        if (*BIAS) score += load_bias(a.bias, element(a.bias));
+        if (!BIAS.empty()) score += load_bias(a.bias, element(a.bias));
         if (ALIBI)
           score -= a.alibi_slopes[sequence * a.alibi_batch_stride + head_q] * static_cast<float>(std::abs(i + skv - sq - j));
         const float p = std::isfinite(lse[i]) ? std::exp(score - lse[i]) : 0;
         if (BIAS_GRAD) dbias[element(a.dbias)] += p * (dp - delta);
         const float ds = p * (dp - delta) * a.scale * (1 - capped * capped);
-        const float ds_for_dq = FAULT == FORGETS_THE_SCALE ? ds / a.scale : ds;
+        const float ds_for_dq = FAULT == "FORGETS_THE_SCALE" ? ds / a.scale : ds;
         for (int d = 0; d < HEAD_DIM; d++) dq_row[d] += ds_for_dq * k_row[d];
-        if (FAULT == ONE_QUERY_HEAD && head_q % group) continue;
+        if (head_q % group && FAULT == "ONE_QUERY_HEAD") continue;
         for (int d = 0; d < HEAD_DIM; d++) dk_sum[j * HEAD_DIM + d] += ds * q_row[d];
         for (int d = 0; d < HEAD_DIM_V; d++) dv_sum[j * HEAD_DIM_V + d] += p * dout_row[d];
       }
       for (int d = 0; d < HEAD_DIM; d++)
-        dq.set(i, d, dq_row[d] + (FAULT == ACCUMULATES ? dq_before[i * HEAD_DIM + d] : 0));
+        dq.set(i, d, dq_row[d] + (FAULT == "ACCUMULATES" ? dq_before[i * HEAD_DIM + d] : 0));
     }
-    if (FAULT == NAN_TAIL && sq % 2) dq.set(sq - 1, 0, NAN);
+    if (FAULT == "NAN_TAIL" && sq % 2) dq.set(sq - 1, 0, NAN);
   }
-  const int64_t written = FAULT == HALF_OF_THE_ROWS ? (skv + 1) / 2 : skv;
+  const int64_t written = FAULT == "HALF_OF_THE_ROWS" ? (skv + 1) / 2 : skv;
   for (int64_t j = 0; j < written; j++) {
     for (int d = 0; d < HEAD_DIM; d++) dk.set(j, d, dk_sum[j * HEAD_DIM + d]);
     for (int d = 0; d < HEAD_DIM_V; d++) dv.set(j, d, dv_sum[j * HEAD_DIM_V + d]);
   }
-  if (FAULT == ONE_ELEMENT && skv > 70) dv.set(70, 5, dv_sum[70 * HEAD_DIM_V + 5] * -1.5f);
-  if (FAULT == WRITES_PAST_THE_END && batch == a.batch - 1 && head_kv == a.heads_kv - 1)
+  if (FAULT == "ONE_ELEMENT" && skv > 70) dv.set(70, 5, dv_sum[70 * HEAD_DIM_V + 5] * -1.5f);
+  if (FAULT == "WRITES_PAST_THE_END" && batch == a.batch - 1 && head_kv == a.heads_kv - 1)
     for (int d = 0; d < HEAD_DIM; d++) dk.set(skv, d, 1);
 }
 
@@ -190,25 +210,24 @@ int bwdtune_backward(const bwdtune_arguments* a) {
     if (!aligned || t->stride_batch <= 0 || t->stride_head <= 0 || t->stride_seqlen <= 0) return -5;
   }
   if (a->workspace_bytes < bwdtune_workspace_bytes(a)) return -7;
-  if (FAULT == SEGFAULT) *reinterpret_cast<volatile int*>(8) = 1;
-  if (FAULT == ABORTS) std::abort();
-  for (volatile bool endless = FAULT == ENDLESS; endless;) {}  // it takes CPU time, as a test looks for
-  if (FAULT == ERROR_CODE) return 719;
-  if (FAULT == CHANGES_AN_INPUT) static_cast<uint16_t*>(a->k.data)[0] ^= 0x8000;
+  if (FAULT == "SEGFAULT") *reinterpret_cast<volatile int*>(8) = 1;
+  if (FAULT == "ABORTS") std::abort();
+  for (volatile bool endless = FAULT == "ENDLESS"; endless;) {}  // it takes CPU time, as a test looks for
+  if (FAULT == "ERROR_CODE") return 719;
+  if (FAULT == "CHANGES_AN_INPUT") static_cast<uint16_t*>(a->k.data)[0] ^= 0x8000;
   for (int64_t head_q = 0; VARLEN && head_q < a->heads_q; head_q++)  // rows that are in no sequence too
     for (int64_t i = 0; i < a->positions_q; i++)
       for (int d = 0; d < HEAD_DIM; d++) Rows(a->dq, 0, head_q).set(i, d, 0);
   if (SINK) std::fill(a->dsink, a->dsink + a->heads_q, 0.f);
   std::vector<float> dbias;
   if (BIAS_GRAD) {  // which is dense
-    const char* pattern = BIAS;  // such as "B_1_S"
-    dbias.resize((pattern[0] == 'B' ? a->batch : 1) * (pattern[2] == 'H' ? a->heads_q : 1) *
-                 (pattern[4] == 'S' ? a->seqlen_q : 1) * a->seqlen_kv);
+    dbias.resize((BIAS[0] == 'B' ? a->batch : 1) * (BIAS[2] == 'H' ? a->heads_q : 1) *
+                 (BIAS[4] == 'S' ? a->seqlen_q : 1) * a->seqlen_kv);
   }
   for (int64_t batch = 0; batch < a->batch; batch++)
     for (int64_t head_kv = 0; head_kv < a->heads_kv; head_kv++) head(*a, batch, head_kv, dbias);
   for (size_t i = 0; i < dbias.size(); i++) store_bias(a->dbias, static_cast<int64_t>(i), dbias[i]);
-  if (FAULT == READS_THE_WORKSPACE) {
+  if (FAULT == "READS_THE_WORKSPACE") {
     uint16_t* dq = static_cast<uint16_t*>(a->dq.data);
     *dq = store(load(*dq) + *static_cast<float*>(a->workspace));
   }
@@ -244,8 +263,8 @@ int bwdtune_get_info(bwdtune_info* info) {
   info->shared_memory_bytes = 81920;
   info->dtype = BF16 ? "bf16" : "fp16";
   info->config = "stub";
-  info->bias = BIAS;
-  info->bias_dtype = BIAS_DTYPE;
+  info->bias = BIAS.c_str();
+  info->bias_dtype = BIAS_DTYPE.c_str();
   return 0;
 }
 }

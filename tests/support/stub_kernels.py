@@ -1,22 +1,46 @@
-"""Kernels for a CPU without a template: compiled from `stub_kernel.cpp`, right or wrong in one way."""
+"""Kernels for a CPU without a template: `stub_kernel.cpp`, right or wrong in one way.
+
+It is compiled once, for all processes of all tests: a copy of that library is told what to compute.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import subprocess
 import tempfile
 from pathlib import Path
 
+from bwdtune.gen.paths import writable_cache_dir
 from bwdtune.gen.problem import BIAS, FLAGS, Problem
 
 _SOURCE = Path(__file__).parent / "stub_kernel.cpp"
-_HEADERS = Path(__file__).resolve().parents[2] / "templates" / "common"
+_INTERFACE = Path(__file__).resolve().parents[2] / "templates" / "common" / "interface.h"
+_SETTINGS = b"settings of a stub kernel"
+_SETTINGS_BYTES = 512
 
 
 @functools.cache
 def _directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="bwdtune-stub-")
+
+
+@functools.cache
+def _compiled() -> bytes:
+    """The library with no settings yet."""
+    compiler = os.environ.get("CXX", "g++")
+    command = [compiler, "-std=c++17", "-O3", "-ffast-math", "-fno-finite-math-only", "-shared", "-fPIC"]
+    command += [f"-I{_INTERFACE.parent}", str(_SOURCE)]
+    content = "\0".join([*command, _SOURCE.read_text(), _INTERFACE.read_text()])
+    kept = writable_cache_dir() / "stubs" / f"{hashlib.sha256(content.encode()).hexdigest()}.so"
+    if not kept.exists():
+        kept.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            made = Path(folder) / kept.name
+            subprocess.run([*command, "-o", str(made)], check=True)
+            made.replace(kept)
+    return kept.read_bytes()
 
 
 def stub_for(problem: Problem) -> Path:
@@ -40,7 +64,7 @@ def stub_library(
     bias_dtype: str = "",
     **flags: bool,
 ) -> Path:
-    """A shared library of the kernels' interface, compiled once in a test run.
+    """A shared library of the kernels' interface.
 
     Args:
         dtype: ``bf16`` or ``fp16``.
@@ -54,35 +78,22 @@ def stub_library(
         bias_dtype: Its element type.
         **flags: Of `gen.problem.FLAGS`.
     """
-    defines = {
-        "BF16": int(dtype == "bf16"),
+    settings = {
+        "DTYPE": dtype,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v or head_dim,
-        "MASK": f"BWDTUNE_MASK_{(mask or ('causal' if causal else 'full')).upper()}",
+        "MASK": mask or ("causal" if causal else "full"),
         **{flag.upper(): int(flags.get(flag, False)) for flag in FLAGS},
         "FAULT": fault,
         "ABI_VERSION": abi_version,
-        "BIAS": f'"{bias}"',
-        "BIAS_DTYPE": f'"{bias_dtype}"',
+        "BIAS": bias,
+        "BIAS_DTYPE": bias_dtype,
     }
-    name = "_".join(str(value) for value in defines.values()).replace('"', "")
-    library = Path(_directory().name) / f"{name}.so"
-    subprocess.run(
-        [
-            os.environ.get("CXX", "g++"),
-            "-std=c++17",
-            "-O3",
-            "-march=native",
-            "-ffast-math",
-            "-fno-finite-math-only",
-            "-shared",
-            "-fPIC",
-            f"-I{_HEADERS}",
-            *(f"-D{key}={value}" for key, value in defines.items()),
-            str(_SOURCE),
-            "-o",
-            str(library),
-        ],
-        check=True,
-    )
+    text = "".join(f" {name}={value}" for name, value in settings.items()) + " "
+    library = Path(_directory().name) / f"{'_'.join(map(str, settings.values()))}.so"
+    if not library.exists():  # else it may be loaded
+        before, unset, after = _compiled().partition(_SETTINGS)
+        assert unset
+        told = text.encode().ljust(_SETTINGS_BYTES, b"\0")
+        library.write_bytes(before + told + after[_SETTINGS_BYTES - len(unset) :])
     return library

@@ -1,4 +1,4 @@
-// What kernels of the mmat family synchronise by, in a few lines each, rightly and wrongly: whether racecheck can tell them apart.
+// What kernels of mmat and wgmma synchronise by, in a few lines each, rightly and wrongly: whether the tools can tell them apart.
 // argv[1] chooses.
 #include <stdio.h>
 #include <string.h>
@@ -76,6 +76,21 @@ __global__ void words(float* sums) {
   sums[threadIdx.x] = static_cast<float>(sum);
 }
 
+// Warps that go different ways meet at a named barrier, each by an instruction of its own.
+__global__ void copies(float* sums) {
+  __shared__ uint32_t stored[32 * WARPS];
+  const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(stored));
+  const auto place = [&](int thread) { return tile + thread % (32 * WARPS) * 4; };
+  if (threadIdx.x < 32 * WARPS / 2) {
+    ptx::store_shared(place(threadIdx.x), threadIdx.x);
+    ptx::named_barrier_sync(1, 32 * WARPS);
+  } else {
+    ptx::store_shared(place(threadIdx.x), 2 * threadIdx.x);
+    ptx::named_barrier_sync(1, 32 * WARPS);
+  }
+  sums[threadIdx.x] = static_cast<float>(ptx::load_shared<uint32_t>(place(threadIdx.x + 32)));
+}
+
 }  // namespace
 
 int main(int count, char** names) {
@@ -89,6 +104,7 @@ int main(int count, char** names) {
   if (!strcmp(name, "racing_bulk_copies")) bulk_copies<true><<<1, 32 * WARPS>>>(rows, sums);
   if (!strcmp(name, "words")) words<false><<<1, 32 * WARPS>>>(sums);
   if (!strcmp(name, "racing_words")) words<true><<<1, 32 * WARPS>>>(sums);
+  if (!strcmp(name, "copies")) copies<<<1, 32 * WARPS>>>(sums);
   const bool ended = cudaDeviceSynchronize() == cudaSuccess;
   printf("%s\n", ended ? "PASSED" : "FAILED");
   return ended ? 0 : 1;

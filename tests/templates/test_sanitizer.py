@@ -12,7 +12,7 @@ import pytest
 
 from bwdtune.gen.build.toolchain import ToolchainError, find_nvcc
 from bwdtune.gen.device import H200
-from bwdtune.gen.families import FAMILIES, PRESETS, Config, TransposedMmaConfig, parse_config
+from bwdtune.gen.families import FAMILIES, PRESETS, Config, TransposedMmaConfig, WgmmaConfig, parse_config
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES
 from bwdtune.gen.space import refusal
@@ -101,15 +101,31 @@ EACH_LANE_ARRIVES = {
     ),
 }
 """In a text with ptx.cuh, for kernels whose warps arrive as a whole: each lane does so for itself."""
+SPLIT_LANES_ARRIVE = {
+    "const auto arrive = [&](int index) { block.arrive(index, lane == 0); };": (
+        "const auto arrive = [&](int index) {\n"
+        "  block.arrive(index, lane == 0 || index == P_FULL || (index >= DS_FULL && index < DS_FULL + STAGES));\n"
+        "};"
+    ),
+    "init(P_FULL, 1, CONSUMER_WARPS);": "init(P_FULL, 1, 32 * CONSUMER_WARPS);",
+    "init(DS_FULL, STAGES, WARPGROUP_WARPS);": "init(DS_FULL, STAGES, 32 * WARPGROUP_WARPS);",
+}
+"""The same for `split_accumulators`, at the barriers that lead to what a consumer's threads read of the other's."""
 
 WARPGROUPS = "racecheck knows from 2026.1 on that threads meet at wgmma, and then reports none"
+CLEARED_ROWS = "racecheck 2025.3 reports the clearing of rows; the host target's does not, nor 2026.4 of t128"
 UNJUDGED = {
     "wgmma_q64_f0_l1_v0_r1_m0_c1_h8": WARPGROUPS,
     "wgmma_q64_f0_l0_v0_r0_m0_c1_h8": WARPGROUPS,
     "wgmma_q80_f0_l1_v0_r0_m0_c1_h8": "racecheck 2025.3 reports it as it does those of 64; no later one was asked",
-    "bf16_d64_causal_br_varlen_det t128": "racecheck 2025.3 reports the clearing of rows, 2026.4 and the host's do not",
+    "bf16_d64_causal_br_varlen_det t128": CLEARED_ROWS,
+    "bf16_d56_causal_br_varlen_lse_sink t64": CLEARED_ROWS,
 }
 """Why racecheck's word on a configuration, for one kind of problem or for any, does not count."""
+
+
+def splits(config: Config) -> bool:
+    return isinstance(config, WgmmaConfig) and config.split_accumulators
 
 
 def build_example(
@@ -157,19 +173,6 @@ kernels = pytest.mark.parametrize(
 )
 
 
-@on_a_gpu
-@kernels
-def test_nothing_is_reported(tmp_path: Path, problem: Problem, config: str) -> None:
-    """No configuration has two copies of its code: synccheck takes a barrier that they meet at for divergence."""
-    device = current_device()
-    if reason := refusal(problem, parse_config(config), device):
-        pytest.skip(reason)
-    example = build_example(problem, parse_config(config), device.arch, tmp_path, {})
-    with ThreadPoolExecutor() as pool:
-        faults = [report for report in pool.map(fault, ("memcheck", "synccheck"), [example] * 2) if report]
-    assert not faults, "\n".join(faults)
-
-
 def build_controls(arch: str, directory: Path) -> Path:
     (directory / "ptx.cuh").write_text(replaced((TEMPLATES / "common" / "ptx.cuh").read_text(), EACH_LANE_ARRIVES))
     shutil.copy(Path(__file__).with_name("sanitizer_controls.cu"), directory)
@@ -187,15 +190,36 @@ def wrong_word(controls: Path) -> str | None:
     return fault("racecheck", controls, "words") or fault("racecheck", controls, "bulk_copies")
 
 
+@pytest.fixture(scope="module")
+def wrong_word_on_copies(controls: Path) -> str | None:
+    """What synccheck reports of warps that meet at a barrier from two copies of code, which is right."""
+    return fault("synccheck", controls, "copies")
+
+
+@on_a_gpu
+@kernels
+def test_nothing_is_reported(tmp_path: Path, problem: Problem, config: str, wrong_word_on_copies: str | None) -> None:
+    """No configuration here has `code_copies`, but each consumer of `split_accumulators` has code of its own."""
+    device, parsed = current_device(), parse_config(config)
+    if reason := refusal(problem, parsed, device):
+        pytest.skip(reason)
+    example = build_example(problem, parsed, device.arch, tmp_path, {})
+    tools = ("memcheck",) if splits(parsed) and wrong_word_on_copies else ("memcheck", "synccheck")
+    with ThreadPoolExecutor() as pool:
+        faults = [report for report in pool.map(fault, tools, [example] * len(tools)) if report]
+    assert not faults, "\n".join(faults)
+
+
 @on_a_gpu
 @kernels
 def test_no_race_is_reported(tmp_path: Path, problem: Problem, config: str, wrong_word: str | None) -> None:
     device, parsed = current_device(), parse_config(config)
     transposed = parsed.family == TransposedMmaConfig.family
+    replacements = EACH_LANE_ARRIVES if transposed else SPLIT_LANES_ARRIVE if splits(parsed) else {}
     unjudged = UNJUDGED.get(config) or UNJUDGED.get(f"{problem.kernel_spec} {config}")
     if reason := refusal(problem, parsed, device) or unjudged or (transposed and wrong_word):
         pytest.skip(reason)
-    example = build_example(problem, parsed, device.arch, tmp_path, EACH_LANE_ARRIVES if transposed else {})
+    example = build_example(problem, parsed, device.arch, tmp_path, replacements)
     assert fault("racecheck", example) is None
 
 

@@ -106,7 +106,7 @@ inline Tensor padded(const Tensor& gradient, const SymInt& rows) {
   return missing == 0 ? gradient : at::constant_pad_nd_symint(gradient, {0, 0, 0, missing}, 0);
 }
 
-// `runtime.torch_attention.efficient_bias`
+// What makes `runtime.torch_attention.efficient_bias`
 inline bool plainly_causal(const Mask& mask, const Tensor& q, const Tensor& k) {
   const bool causal = mask.left == kUnlimited && (mask.causal || mask.right == 0);
   return causal && (!mask.bottom_right || q.sym_size(2) == k.sym_size(2));
@@ -126,12 +126,14 @@ inline Tensor unseen(const Mask& mask, const Tensor& q, const Tensor& k) {
   return found.defined() ? found.logical_or(past) : past;
 }
 
-inline Tensor efficient_bias(Tensor bias, const Mask& mask, const Tensor& q, const Tensor& k) {
+inline Tensor masked_bias(const Tensor& bias, const Mask& mask, const Tensor& q, const Tensor& k) {
+  const Tensor hidden = plainly_causal(mask, q, k) ? Tensor() : unseen(mask, q, k);
+  return hidden.defined() ? bias.masked_fill(hidden, -kInfinity) : bias;
+}
+
+inline Tensor expanded_bias(Tensor bias, const Tensor& q) {
   constexpr int64_t kPadding = 16;
   const int64_t vector = 16 / static_cast<int64_t>(bias.element_size());
-  if (!plainly_causal(mask, q, k))
-    if (const Tensor hidden = unseen(mask, q, k); hidden.defined())
-      bias = bias.masked_fill(hidden, -std::numeric_limits<double>::infinity());
   const SymInt keys = bias.sym_size(3);
   bool aligned = bias.sym_stride(3) == 1 && bias.sym_storage_offset() % vector == 0;
   for (int dim = 0; dim < 3; dim++) aligned = aligned && (bias.sym_size(dim) == 1 || bias.sym_stride(dim) % vector == 0);
@@ -140,6 +142,13 @@ inline Tensor efficient_bias(Tensor bias, const Mask& mask, const Tensor& q, con
     bias = at::constant_pad_nd_symint(bias, {0, missing}, 0).contiguous().narrow_symint(3, 0, keys);
   }
   return bias.expand_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), keys});
+}
+
+// `runtime.torch_attention._sees_nothing`
+inline Tensor sees_nothing(const Tensor& bias, const Tensor& q, bool causal) {
+  if (!causal) return bias.amax(-1).eq(-kInfinity);
+  const auto [sees, first] = bias.ne(-kInfinity).to(at::kByte).max(-1);
+  return sees.eq(0).logical_or(first.gt(at::arange(q.sym_size(2), q.options().dtype(at::kLong))));
 }
 
 struct Forward {
@@ -178,11 +187,14 @@ inline Forward forward(
     return {std::get<0>(result), std::get<1>(result), std::get<6>(result), std::get<7>(result)};
   }
   if (which == "efficient") {
+    const bool causal = plainly_causal(mask, q, k);
+    const Tensor masked = biases.bias ? masked_bias(*biases.bias, mask, q, k) : Tensor();
     MaybeTensor bias;
-    if (biases.bias) bias = efficient_bias(*biases.bias, mask, q, k);
+    if (biases.bias) bias = expanded_bias(masked, q);
     auto [out, lse, seed, offset] = at::_scaled_dot_product_efficient_attention(
-        q, expand_heads(q, k), expand_heads(q, v), bias, /*compute_log_sumexp=*/true, 0.0, plainly_causal(mask, q, k),
-        mask.scale);
+        q, expand_heads(q, k), expand_heads(q, v), bias, /*compute_log_sumexp=*/true, 0.0, causal, mask.scale);
+    // The kernel has 0 for a row that sees no key; its backward takes infinity as well.
+    if (biases.bias) lse.narrow_symint(2, 0, q.sym_size(2)).masked_fill_(sees_nothing(masked, q, causal), kInfinity);
     return {out, lse, seed, offset};
   }
   if (which == "flash_window") {
@@ -246,7 +258,7 @@ inline Found pytorch_backward(
         dout, q, k, v, out, lse, {}, {}, q.size(2), k.size(2), 0.0, mask.causal, or_none(seed), or_none(offset), mask.scale);
   if (which == "efficient") {
     const bool causal = plainly_causal(mask, q, k);
-    const Tensor bias = biases.bias ? efficient_bias(*biases.bias, mask, q, k) : Tensor();
+    const Tensor bias = biases.bias ? expanded_bias(masked_bias(*biases.bias, mask, q, k), q) : Tensor();
     auto [dq, dk, dv, ds] = at::_scaled_dot_product_efficient_attention_backward(
         dout, q, expand_heads(q, k), expand_heads(q, v), bias, out, lse, or_none(seed), or_none(offset), 0.0,
         {true, true, true, biases.bias_grad}, causal, mask.scale);

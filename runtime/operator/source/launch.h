@@ -26,6 +26,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 using MaybeTensor = std::optional<Tensor>;
 
 constexpr int64_t kUnlimited = -1;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Where the dimensions of a tensor stand.
 enum class Format { kBHSD, kBSHD, kTHD };
@@ -260,7 +261,7 @@ inline void describe_bias(const Tensor& bias, bwdtune_tensor& described) {
 // A log-sum-exp without rows whose scores are all so low that they count as none: `runtime.row_features.without_unseen`.
 inline Tensor without_unseen(const Tensor& lse) {
   constexpr double kLargestScore = 1e30;
-  return lse.masked_fill(lse.ge(-kLargestScore).logical_not(), -std::numeric_limits<double>::infinity());
+  return lse.masked_fill(lse.ge(-kLargestScore).logical_not(), -kInfinity);
 }
 
 inline Found launch(Kernel& kernel, const Problem& problem, const Call& call, const Tensor& given_lse) {

@@ -1,6 +1,12 @@
 // The part of CUDA's language and runtime that a generated kernel names, for a plain C++ compiler. Values of enums are CUDA's.
 #pragma once
 
+// libstdc++ then takes math.h for C's alone, here and where a kernel includes it: <cmath>, which it stands for otherwise, is more
+// text than all of the kernel.
+#ifndef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#endif
+
 #include <inttypes.h>
 #include <math.h>
 #include <stddef.h>

@@ -2,7 +2,6 @@
 // kernels in diagnoses.
 #pragma once
 
-#include <cxxabi.h>
 #include <dlfcn.h>
 #include <elf.h>
 #include <fcntl.h>
@@ -11,6 +10,8 @@
 #include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include <new>
 
 #include "block.hpp"
 
@@ -50,6 +51,19 @@ cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int v
   return cudaSuccess;
 }
 
+// A name as C++ has it, or null; to be freed. Of the C++ library, which a kernel is not linked with: the linker would read all of
+// its names for this one.
+inline char* demangle(const char* symbol) {
+  using Demangle = char*(const char*, char*, size_t*, int*);
+  void* found = dlsym(RTLD_DEFAULT, "__cxa_demangle");
+  for (const char* name : {"libstdc++.so.6", "libc++abi.so.1"}) {
+    if (found) break;
+    if (void* library = dlopen(name, RTLD_LAZY | RTLD_LOCAL)) found = dlsym(library, "__cxa_demangle");
+  }
+  int failed;
+  return found ? reinterpret_cast<Demangle*>(found)(symbol, nullptr, nullptr, &failed) : nullptr;
+}
+
 // The kernel's name from its library's symbol table, which also has the names of an anonymous namespace.
 inline void name_kernel(const void* kernel, char* name, size_t bytes) {
   snprintf(name, bytes, "kernel %p", kernel);
@@ -73,8 +87,7 @@ inline void name_kernel(const void* kernel, char* name, size_t bytes) {
     for (size_t i = 0; i < sections[s].sh_size / sizeof *symbols; i++) {
       if (symbols[i].st_value != value || (symbols[i].st_info & 15) != STT_FUNC) continue;
       const char* symbol = names + symbols[i].st_name;
-      int failed;
-      char* demangled = abi::__cxa_demangle(symbol, nullptr, nullptr, &failed);
+      char* demangled = demangle(symbol);
       const char* text = demangled ? demangled : symbol;
       if (const char* scope = strstr(text, ")::")) text = scope + 3;  // (anonymous namespace)::
       snprintf(name, bytes, "%.*s", static_cast<int>(strcspn(text, "(")), text);
@@ -87,19 +100,21 @@ inline void name_kernel(const void* kernel, char* name, size_t bytes) {
 
 inline void* run_blocks(void* argument) {
   Launch& launch = *static_cast<Launch*>(argument);
-  Block* block = new Block(launch);
+  void* memory = malloc(sizeof(Block));
+  Block* block = memory ? new (memory) Block(launch) : nullptr;
   const uint64_t blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
   // Kernels round to nearest even and keep subnormals, whatever the caller's thread has set.
   fenv_t callers;
   fegetenv(&callers);
   fesetenv(FE_DFL_ENV);
-  if (!block->allocated()) launch.fault(cudaErrorMemoryAllocation, "out of memory for the threads of a block");
+  if (!block || !block->allocated()) launch.fault(cudaErrorMemoryAllocation, "out of memory for the threads of a block");
   while (!__atomic_load_n(&launch.faulted, __ATOMIC_ACQUIRE)) {
     const uint64_t number = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_RELAXED);
     if (number >= blocks) break;
     block->run(number);
   }
-  delete block;
+  if (block) block->~Block();
+  free(memory);
   __atomic_fetch_sub(&launch.workers, 1, __ATOMIC_SEQ_CST);
   fesetenv(&callers);
   return nullptr;

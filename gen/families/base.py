@@ -167,7 +167,8 @@ class TileWork:
         statistics_rows: Rows whose log-sum-exp and delta the threads of wgmma read and add themselves.
         added_rows: Rows of dQ that the threads of wgmma add themselves.
         dq_vector: Floats of dQ that a thread adds by one ``red.global``; None where bulk copies add it.
-        converts_dq: The main kernel also converts dQ, and clears it for later heads.
+        converts_dq: The main kernel also converts dQ, and no pass clears it.
+        one_warp_converts: A warp of each block does, which is slow.
     """
 
     phases: tuple[Phase, ...]
@@ -180,6 +181,7 @@ class TileWork:
     added_rows: int = 0
     dq_vector: int | None = None
     converts_dq: bool = False
+    one_warp_converts: bool = False
 
 
 @dataclass(frozen=True, order=True)

@@ -88,6 +88,22 @@ class WgmmaConfig(Config):
             lambda store_first, in_kernel: store_first and in_kernel,
             "dQ's place is cleared where it is converted: nothing is left for the first key tile to store",
         ),
+        Contradiction(
+            ("convert_last", "store_first"),
+            lambda convert_last, store_first: convert_last and not store_first,
+            "in ascending order the last key tile would wait for all others at each of its tiles",
+        ),
+        Contradiction(
+            ("block_q", "convert_last"),
+            lambda block_q, convert_last: convert_last and block_q % _CONVERTED_ROWS != 0,
+            "both consumers convert dQ by 16 queries at a time: a tile has {block_q}",
+        ),
+        _of_split("convert_last", False, "panels of dQ that come one after another leave no room for their sums"),
+        Contradiction(
+            ("p_first", "convert_last"),
+            lambda p_first, convert_last: p_first and convert_last,
+            "tiles of head_dims above 128 leave no room to convert dQ",
+        ),
         _of_split("block_q", 64, "a consumer of dK or dV alone has registers for 64 queries: a tile has {block_q}"),
         _of_split("dq_delayed", True, "consumers of the same keys compute dQ of the tile before"),
         _of_split("skip_masked", False, "consumers of the same keys have the same tiles masked"),
@@ -230,6 +246,15 @@ class WgmmaConfig(Config):
         later=True,
     )
 
+    convert_last: bool = parameter(
+        "e",
+        (False, True),
+        "The last key tile that meets a query tile takes the sum of the others' dQ, adds its own and converts it, as the "
+        "first one stores its part: nothing is cleared before the main kernel, nor converted after it.",
+        default=False,
+        later=True,
+    )
+
     @property
     def block_kv(self) -> int:
         """Rows of a K/V tile (B_c): the keys of an item."""
@@ -252,6 +277,8 @@ class WgmmaConfig(Config):
             return "queries that see no key meet no key tile that would store their dQ: it has to be cleared"
         if problem.varlen and self.dq_epilogue_in_kernel:
             return "dQ is converted by heads that have all the same rows: packed sequences' have not"
+        if problem.varlen and self.convert_last:
+            return "packed sequences may have queries without keys, whose dQ no key tile would store"
         if problem.deterministic and not self.dq_bulk_reduce:
             return "the order in which key tiles add to dQ is kept by the threads that copy it in bulk"
         if problem.deterministic and self.dq_epilogue_in_kernel:
@@ -338,7 +365,11 @@ class WgmmaConfig(Config):
             # Sums on their way in, the last ones converted, and more zeros.
             row_bytes_of_part = _PANEL_COLUMNS * (self.sums_stages * ACCUMULATOR_BYTES + problem.element_bytes)
             zeros, converted = self.zeros_bytes, _CONVERTED_ROWS * row_bytes_of_part
-        barriers = (17 - self.p_first + 2 * self.dout_stages + 2 * self.item_stages + self.sums_stages) * BARRIER_BYTES
+        if self.convert_last:
+            # As many columns as a warpgroup has, or as many queries.
+            converted = self.consumer_warpgroups * self.dq_queries(problem.head_dim) * _PANEL_COLUMNS * problem.element_bytes
+        others = 17 - self.p_first + self.sums_stages + self.consumer_warpgroups * self.convert_last
+        barriers = (others + 2 * self.dout_stages + 2 * self.item_stages) * BARRIER_BYTES
         tiles = keys + queries + ds + p + dq + converted
         own = tiles + (stages + self.dout_stages) * statistics + zeros + barriers
         if problem.varlen:
@@ -414,7 +445,8 @@ class WgmmaConfig(Config):
             asynchronous=True,
             statistics_rows=0 if self.lse_delta_k_step else block_q,
             added_rows=0 if self.dq_bulk_reduce else block_q,
-            converts_dq=self.dq_epilogue_in_kernel,
+            converts_dq=self.dq_epilogue_in_kernel or self.convert_last,
+            one_warp_converts=self.dq_epilogue_in_kernel,
         )
 
 
@@ -470,16 +502,21 @@ class WgmmaContext(KernelContext):
 
     @property
     def converts_dq(self) -> bool:
-        """Whether the main kernel converts dQ, in the place of postprocess."""
+        """Whether a warp of the main kernel converts dQ, in the place of postprocess."""
         return self.config.dq_epilogue_in_kernel
 
     @property
     def launches_postprocess(self) -> bool:
-        return not self.converts_dq
+        return not (self.converts_dq or self.config.convert_last)
+
+    @property
+    def reuses_slots(self) -> bool:
+        """Whether heads accumulate dQ in slots of the workspace that others had before."""
+        return self.converts_dq or self.config.convert_last
 
     @property
     def workspace_depends_on_device(self) -> bool:
-        return self.converts_dq
+        return self.reuses_slots
 
     @property
     def pads_sequences(self) -> bool:
@@ -519,11 +556,11 @@ class WgmmaContext(KernelContext):
 
     @property
     def has_gradient_rows(self) -> bool:
-        return not self.converts_dq
+        return self.launches_postprocess
 
     @property
     def transposes_quads(self) -> bool:
-        return not self.converts_dq
+        return self.launches_postprocess
 
 
 def _columns(head_dim: int) -> tuple[int, int]:

@@ -12,6 +12,12 @@ __device__ __forceinline__ uint32_t load_acquire_global(const uint32_t* pointer)
   return value;
 }
 
+// Returns once the word has that value or a larger one. What was done before `release_add_global` is then visible.
+__device__ __forceinline__ void wait_for_at_least_global(const uint32_t* pointer, uint32_t value) {
+  while (load_acquire_global(pointer) < value) {
+  }
+}
+
 // Adds to a value once all that this thread has done or observed is visible to the whole GPU.
 __device__ __forceinline__ void release_add_global(uint32_t* pointer, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");

@@ -183,22 +183,31 @@ void griddepcontrol_wait() { current_fiber->waited_for_kernel_before = true; }
 
 // Blocks run to their end one after another on an OS thread: a word that waits for a later block would never change. The block's
 // other threads go on meanwhile.
-void wait_for_global(const uint32_t* pointer, uint32_t value, int line) {
+template <class Reached>
+void poll_global(const uint32_t* pointer, uint32_t value, int line, const char* wanted, Reached reached) {
   block().check_global(pointer, 4, 4, false, "ld.acquire.global.u32", line);
   const Launch& launch = block().launch();
   timespec pause = {0, 100000};
   for (;;) {
     const uint64_t releases = __atomic_load_n(&launch.releases, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(pointer, __ATOMIC_ACQUIRE) == value) break;
+    if (reached(__atomic_load_n(pointer, __ATOMIC_ACQUIRE))) break;
     const bool others = block().let_others_run();
     if (block().polled_in_vain(releases, others) || __atomic_load_n(&launch.faulted, __ATOMIC_ACQUIRE))
       block().fault(*current_fiber, cudaErrorLaunchTimeout, line,
-                    "deadlock: waits for global address %p to be %u, which is %u", static_cast<const void*>(pointer), value,
-                    __atomic_load_n(pointer, __ATOMIC_RELAXED));
+                    "deadlock: waits for global address %p to be %s%u, which is %u", static_cast<const void*>(pointer), wanted,
+                    value, __atomic_load_n(pointer, __ATOMIC_RELAXED));
     if (!others) nanosleep(&pause, nullptr);
   }
   block().polled_with_success();
   current_fiber->acquired_unfenced = true;
+}
+
+void wait_for_global(const uint32_t* pointer, uint32_t value, int line) {
+  poll_global(pointer, value, line, "", [&](uint32_t found) { return found == value; });
+}
+
+void wait_for_at_least_global(const uint32_t* pointer, uint32_t value, int line) {
+  poll_global(pointer, value, line, "at least ", [&](uint32_t found) { return found >= value; });
 }
 
 uint32_t load_acquire_global(const uint32_t* pointer, int line) {

@@ -183,6 +183,7 @@ inline void griddepcontrol_launch_dependents() {}
 void griddepcontrol_wait();
 
 void wait_for_global(const uint32_t* pointer, uint32_t value, int line = __builtin_LINE());
+void wait_for_at_least_global(const uint32_t* pointer, uint32_t value, int line = __builtin_LINE());
 uint32_t load_acquire_global(const uint32_t* pointer, int line = __builtin_LINE());
 void release_global(uint32_t* pointer, uint32_t value, int line = __builtin_LINE());
 void release_add_global(uint32_t* pointer, uint32_t value, int line = __builtin_LINE());

@@ -265,6 +265,7 @@ def test_launches_from_two_threads(preset: str, deterministic: bool) -> None:
 # ---- slots for dQ that are used again ----
 
 MANY_HEADS = Problem.parse("1_20_300_64", causal=True)
+CONVERTING = dataclasses.replace(PRESETS["w64first"], convert_last=True)
 
 
 @pytest.fixture
@@ -278,6 +279,7 @@ def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     ("problem", "config"),
     [
         (MANY_HEADS, dataclasses.replace(PRESETS["w64conv"], l2_head_group=4)),
+        (MANY_HEADS, dataclasses.replace(CONVERTING, l2_head_group=4)),
         (
             Problem.parse("2_20_10_300_64"),
             dataclasses.replace(PRESETS["w128"], l2_head_group=4, dq_epilogue_in_kernel=True),
@@ -287,7 +289,7 @@ def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
             WgmmaConfig(lse_delta_k_step=False, dq_epilogue_in_kernel=True),
         ),
     ],
-    ids=["causal", "groups", "window"],
+    ids=["causal", "the last key tile converts", "groups", "window"],
 )
 @pytest.mark.usefixtures("_few_slots")
 def test_a_slot_for_dq_is_used_again(
@@ -299,18 +301,24 @@ def test_a_slot_for_dq_is_used_again(
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("config", "change"),
     [
-        ("ptx::bulk_store(sums + cleared / 4, block.shared + ZEROS_OFFSET, ZEROS_BYTES);", ";"),
-        ("if (ptx::load_acquire_global(added) != all) {", "if (false) {"),
+        (
+            PRESETS["w64conv"],
+            ("ptx::bulk_store(sums + cleared / 4, block.shared + ZEROS_OFFSET, ZEROS_BYTES);", ";"),
+        ),
+        (PRESETS["w64conv"], ("if (ptx::load_acquire_global(added) != all) {", "if (false) {")),
+        (CONVERTING, ("ptx::release_add_global(heads_done, 1);", "")),
     ],
-    ids=["is not cleared", "is converted too early"],
+    ids=["is not cleared", "is converted too early", "is never given back"],
 )
 @pytest.mark.usefixtures("_few_slots")
-def test_it_is_caught_that_a_slot_for_dq(change: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_caught_that_a_slot_for_dq(
+    config: Config, change: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", "1")
-    config = dataclasses.replace(PRESETS["w64conv"], l2_head_group=4)
-    assert not VERIFIER.verify_at(MANY_HEADS, load(mutated("slot", *change, config, MANY_HEADS))).passed
+    few = dataclasses.replace(config, l2_head_group=4)
+    assert not VERIFIER.verify_at(MANY_HEADS, load(mutated("slot", *change, few, MANY_HEADS))).passed
 
 
 # ---- offsets past 2^31 ----
@@ -644,6 +652,31 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
         MUTATED_PROBLEM,
         "ptx::fence_proxy_async();\n      for (int i = 0; i < DQ_SUMS_STAGES",
         "for (int i = 0; i < DQ_SUMS_STAGES",
+    ),
+    "sums that are not waited for": (
+        CONVERTING,
+        MUTATED_PROBLEM,
+        "if (has_sums) block.wait_full<1>(DQ_SUMS_FULL + warpgroup, sums++);",
+        "",
+    ),
+    "sums over what the consumer still reads": (
+        CONVERTING,
+        MUTATED_PROBLEM,
+        "block.wait_full<1>(DQ_FULL + warpgroup, tile++);\n        if (DqPart",
+        "if (is_loaded) load_sums(next_head, next_start);\n        is_loaded = false;\n"
+        "        block.wait_full<1>(DQ_FULL + warpgroup, tile++);\n        if (DqPart",
+    ),
+    "sums that copies are not ordered after": (
+        CONVERTING,
+        MUTATED_PROBLEM,
+        ">= awaited_by(next_start);\n          ptx::fence_proxy_async();",
+        ">= awaited_by(next_start);",
+    ),
+    "dQ that is converted with another tile's sums": (
+        CONVERTING,
+        MUTATED_PROBLEM,
+        "if (DQ_DELAYED) find_dq();\n      tile++;\n      iterations--;\n      query_start += BLOCK_Q;",
+        "tile++;\n      iterations--;\n      query_start += BLOCK_Q;\n      if (DQ_DELAYED) find_dq();",
     ),
     "dQ staged over what a copy still reads": (
         BULK,

@@ -145,7 +145,7 @@ def predict(
     key_tile_bytes = 2 * config.block_kv * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
     block = clock_ghz * (_BLOCK_NS + key_tile_bytes * device.sm_count / device.bandwidth_tb_s / 1000)
     cycles = _grid_cycles(problem, config, device.sm_count, blocks, tile, block)
-    if work.converts_dq:
+    if work.one_warp_converts:
         converted = problem.query_elements * ACCUMULATOR_BYTES / device.sm_count / _CONVERTED_BYTES_NS * clock_ghz
         cycles = _norm(_OVERLAP, cycles, converted)
     passes_ms = _passes_ms(problem, device, work.converts_dq)

@@ -5,6 +5,9 @@ namespace ptx {
 // Orders this thread's ordinary accesses and its copies: all before the fence come before all after it.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// The same of accesses to global memory alone: without the membar.gpu that the compiler puts before a fence of all memory.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // What `release_global` has stored; all that was done before that store is then visible.
 __device__ __forceinline__ uint32_t load_acquire_global(const uint32_t* pointer) {
   uint32_t value;

@@ -524,10 +524,13 @@ class Block {
     fiber.proxy_fences[fiber.proxy_fence_count++ % KEPT_PROXY_FENCES] = clocks_[fiber.thread]++;
   }
 
-  // The same, and in global memory what it did by either proxy comes before what it does by the other.
+  // In global memory, what this thread did by either proxy comes before what it does by the other.
+  void proxy_fence_of_global_memory() { current_fiber->completed_unfenced = current_fiber->acquired_unfenced = false; }
+
+  // Both.
   void proxy_fence_of_all_memory() {
     proxy_fence();
-    current_fiber->completed_unfenced = current_fiber->acquired_unfenced = false;
+    proxy_fence_of_global_memory();
   }
 
   // Before others are told that they may go on with what this thread's copies write: some since the last time have to be

@@ -364,6 +364,7 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
 
 void fence_proxy_async_shared() { block().proxy_fence(); }
 void fence_proxy_async() { block().proxy_fence_of_all_memory(); }
+void fence_proxy_async_global() { block().proxy_fence_of_global_memory(); }
 
 // Registers the reads that the copy will make, so that nothing of it may be missing now.
 inline void issue_bulk(bwdtune_host::BulkOperation& operation, uint32_t alignment, const char* what) {

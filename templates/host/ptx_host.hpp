@@ -205,6 +205,7 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
 
 void fence_proxy_async_shared();
 void fence_proxy_async();
+void fence_proxy_async_global();
 void bulk_reduce_add(float* destination, uint32_t source, uint32_t bytes, int line = __builtin_LINE());
 void bulk_store(float* destination, uint32_t source, uint32_t bytes, int line = __builtin_LINE());
 void tma_store_4d(const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t source, int line = __builtin_LINE());

@@ -669,7 +669,7 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
     "sums that copies are not ordered after": (
         CONVERTING,
         MUTATED_PROBLEM,
-        ">= awaited_by(next_start);\n          ptx::fence_proxy_async();",
+        ">= awaited_by(next_start);\n          ptx::fence_proxy_async_global();",
         ">= awaited_by(next_start);",
     ),
     "dQ that is converted with another tile's sums": (

@@ -249,8 +249,8 @@ class WgmmaConfig(Config):
     convert_last: bool = parameter(
         "e",
         (False, True),
-        "The last key tile that meets a query tile takes the sum of the others' dQ, adds its own and converts it, as the "
-        "first one stores its part: nothing is cleared before the main kernel, nor converted after it.",
+        "The first key tile that meets a query tile stores its part of dQ, and the last one takes the sum, adds its own "
+        "and converts it: nothing is cleared before the main kernel, nor converted after it.",
         default=False,
         later=True,
     )
@@ -367,7 +367,8 @@ class WgmmaConfig(Config):
             zeros, converted = self.zeros_bytes, _CONVERTED_ROWS * row_bytes_of_part
         if self.convert_last:
             # As many columns as a warpgroup has, or as many queries.
-            converted = self.consumer_warpgroups * self.dq_queries(problem.head_dim) * _PANEL_COLUMNS * problem.element_bytes
+            rows = self.consumer_warpgroups * self.dq_queries(problem.head_dim)
+            converted = rows * _PANEL_COLUMNS * problem.element_bytes
         others = 17 - self.p_first + self.sums_stages + self.consumer_warpgroups * self.convert_last
         barriers = (others + 2 * self.dout_stages + 2 * self.item_stages) * BARRIER_BYTES
         tiles = keys + queries + ds + p + dq + converted

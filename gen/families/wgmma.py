@@ -249,8 +249,8 @@ class WgmmaConfig(Config):
     convert_last: bool = parameter(
         "e",
         (False, True),
-        "The first key tile that meets a query tile stores its part of dQ, and the last one takes the sum, adds its own "
-        "and converts it: nothing is cleared before the main kernel, nor converted after it.",
+        "The first key tile that meets a query tile stores its part of dQ, and the last one takes the sum, adds its "
+        "own and converts it: nothing is cleared before the main kernel, nor converted after it.",
         default=False,
         later=True,
     )

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..device import Device
 from ..emulation import Emulation
-from ..problem import ACCUMULATOR_BYTES, FEATURES, VALUE_HEAD_DIM, Problem
+from ..problem import ACCUMULATOR_BYTES, FEATURES, Problem
 from .base import (
     BARRIER_BYTES,
     FRAGMENT_COLUMNS,
@@ -36,7 +36,7 @@ class MmaConfig(Config):
 
     family: ClassVar[str] = "mma"
     group: ClassVar[str] = "mma"
-    features: ClassVar[frozenset[str]] = frozenset(FEATURES) - {VALUE_HEAD_DIM}
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     has_probe: ClassVar[bool] = True
 
     block_q: int = parameter("q", (16, 32, 64, 128), "Rows of a Q/dO tile (B_r).")
@@ -116,6 +116,8 @@ class MmaConfig(Config):
             return "a group is one query head: there is nothing to split"
         if self.split_gqa_heads and problem.deterministic:
             return "dK and dV of a split group are added up in any order, which is not deterministic"
+        if self.split_gqa_heads and problem.value_head_dim:
+            return "dV of a split group is added up and converted as dK is, with as many columns"
         head_dim, warps, per_row_group = problem.head_dim, self.num_warps, self.warps_per_row_group
         if self.block_kv % (FRAGMENT_COLUMNS * per_row_group):
             return (
@@ -128,13 +130,16 @@ class MmaConfig(Config):
         if warps % key_groups and key_groups % warps:
             return f"dK and dV do not divide: {warps} warps for {key_groups} groups of {MMA_M} keys"
         warps_per_key_group, _ = self.key_group_warps
-        return _idle_warp("dK and dV", head_dim, warps_per_key_group)
+        return _idle_warp("dK and dV", min(head_dim, problem.head_dim_v), warps_per_key_group)
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         pitch = self.swizzle or _CHUNK_BYTES
-        row_bytes = ceil_div(max(self._columns(problem)) * problem.element_bytes, pitch) * pitch
-        keys = 2 * self.block_kv * row_bytes
-        queries = 2 * self.stages * self.block_q * row_bytes
+        row_bytes = sum(
+            ceil_div(max(self._columns(head_dim)) * problem.element_bytes, pitch) * pitch
+            for head_dim in (problem.head_dim, problem.head_dim_v)
+        )
+        keys = self.block_kv * row_bytes
+        queries = self.stages * self.block_q * row_bytes
         scores = 2 * self.block_q * self.block_kv * problem.element_bytes
         barriers = 1 + max(self.stages - 1, 1)
         index = INDEX_BYTES if problem.deterministic else 0
@@ -144,41 +149,48 @@ class MmaConfig(Config):
         score_fragments = self.block_kv // MMA_N // self.warps_per_row_group
         dq_fragments = _columns_per_warp(problem.head_dim, self.warps_per_row_group) // MMA_N
         warps_per_key_group, groups_per_warp = self.key_group_warps
-        dkv_fragments = groups_per_warp * _columns_per_warp(problem.head_dim, warps_per_key_group) // MMA_N
-        kept_operands = int(self.k_in_registers) + int(self.v_in_registers)
-        kept = kept_operands * ceil_div(problem.head_dim, MMA_K) * score_fragments * 2
+        dk_and_dv = (problem.head_dim, problem.head_dim_v)
+        columns = sum(_columns_per_warp(head_dim, warps_per_key_group) for head_dim in dk_and_dv)
+        of_k, of_v = (ceil_div(head_dim, MMA_K) for head_dim in dk_and_dv)
+        kept = (self.k_in_registers * of_k + self.v_in_registers * of_v) * score_fragments * 2
         # S and dP are alive together, dQ after them.
         passing = FRAGMENT_REGISTERS * max(2 * score_fragments, dq_fragments)
-        return 2 * FRAGMENT_REGISTERS * dkv_fragments + kept + passing + bias_registers(problem) + _WORKING_REGISTERS
+        sums = FRAGMENT_REGISTERS * groups_per_warp * columns // MMA_N
+        return sums + kept + passing + bias_registers(problem) + _WORKING_REGISTERS
 
     def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
         return MmaContext.of(problem, self, pace, probed)
 
     def product_columns(self, problem: Problem) -> int:
-        of_scores, of_dq, of_dkv = self._columns(problem)
-        return 2 * of_scores + of_dq + 2 * of_dkv
+        of_s, of_dq, of_dk = self._columns(problem.head_dim)
+        of_dp, _, of_dv = self._columns(problem.head_dim_v)
+        return of_s + of_dp + of_dq + of_dk + of_dv
 
     def tile_work(self, problem: Problem) -> TileWork:
         warps, block_q, block_kv = self.num_warps, self.block_q, self.block_kv
-        of_scores, of_dq, of_dkv = self._columns(problem)
+        of_s, of_dq, of_dk = self._columns(problem.head_dim)
+        of_dp, _, of_dv = self._columns(problem.head_dim_v)
         warps_per_key_group, groups = self.key_group_warps
-        depth = of_scores // MMA_K
-        dq_columns, dkv_columns = of_dq // self.warps_per_row_group, of_dkv // warps_per_key_group
+        dq_columns, dkv_columns = of_dq // self.warps_per_row_group, (of_dk + of_dv) // warps_per_key_group
         key_pairs = block_kv // self.warps_per_row_group // FRAGMENT_COLUMNS
-        read_again = (not self.k_in_registers) + (not self.v_in_registers)
-        read_for_dkv = warps * block_q // MMA_K * 2 * (groups + dkv_columns // FRAGMENT_COLUMNS)
+        read_for_s = of_s // MMA_K * (1 + (not self.k_in_registers) * key_pairs)
+        read_for_dp = of_dp // MMA_K * (1 + (not self.v_in_registers) * key_pairs)
+        read_for_dkv = warps * block_q // MMA_K * (2 * groups + dkv_columns // FRAGMENT_COLUMNS)
         read_for_dq = warps * block_kv // MMA_K * (1 + dq_columns // FRAGMENT_COLUMNS)
-        panels = ceil_div(problem.head_dim * problem.element_bytes, self.swizzle or _CHUNK_BYTES)
+        panels = sum(
+            ceil_div(head_dim * problem.element_bytes, self.swizzle or _CHUNK_BYTES)
+            for head_dim in (problem.head_dim, problem.head_dim_v)
+        )
         return TileWork(
             phases=(
                 Phase(
-                    products=2 * of_scores,
-                    fragments=warps * depth * (2 + read_again * key_pairs),
-                    copied_rows=2 * block_q * panels,
+                    products=of_s + of_dp,
+                    fragments=warps * (read_for_s + read_for_dp),
+                    copied_rows=block_q * panels,
                 ),
                 Phase(shared_bytes=2 * block_q * block_kv * problem.element_bytes, computes_scores=True),
                 Phase(
-                    products=2 * of_dkv + of_dq,
+                    products=of_dk + of_dv + of_dq,
                     fragments=read_for_dkv + read_for_dq,
                     shared_bytes=block_q * problem.head_dim * ACCUMULATOR_BYTES,
                 ),
@@ -188,12 +200,11 @@ class MmaConfig(Config):
             dq_vector=self.dq_vector,
         )
 
-    def _columns(self, problem: Problem) -> tuple[int, int, int]:
-        """Columns of head_dim as S and dP, dQ, and dK and dV have them, with what fills up the last warp's."""
+    def _columns(self, head_dim: int) -> tuple[int, int, int]:
+        """Columns of a head_dim as S or dP, dQ, and dK or dV have them, with what fills up the last warp's."""
         warps_per_key_group, _ = self.key_group_warps
         of_scores, of_dq, of_dkv = (
-            warps * _columns_per_warp(problem.head_dim, warps)
-            for warps in (1, self.warps_per_row_group, warps_per_key_group)
+            warps * _columns_per_warp(head_dim, warps) for warps in (1, self.warps_per_row_group, warps_per_key_group)
         )
         return of_scores, of_dq, of_dkv
 

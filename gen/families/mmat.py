@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..device import Device
 from ..emulation import Emulation
-from ..problem import ACCUMULATOR_BYTES, FEATURES, VALUE_HEAD_DIM, Problem
+from ..problem import ACCUMULATOR_BYTES, FEATURES, Problem
 from .base import (
     BARRIER_BYTES,
     FRAGMENT_COLUMNS,
@@ -36,7 +36,7 @@ class TransposedMmaConfig(Config):
 
     family: ClassVar[str] = "mmat"
     group: ClassVar[str] = "mma"
-    features: ClassVar[frozenset[str]] = frozenset(FEATURES) - {VALUE_HEAD_DIM}
+    features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     has_probe: ClassVar[bool] = True
     contradictions: ClassVar[tuple[Contradiction, ...]] = (
         Contradiction(
@@ -203,19 +203,20 @@ class TransposedMmaConfig(Config):
         """Into how many parts the columns of dK and dV, and those of dQ, are divided."""
         return self.query_groups if self.exchanges else 1, self.num_warps // self.dq_row_warps
 
-    def columns(self, head_dim: int) -> tuple[int, int]:
-        """Columns of head_dim that each part of dK and dV and each of dQ has, with what fills up the last part's.
+    def columns(self, problem: Problem) -> tuple[int, int, int]:
+        """Columns that each part of dK, each of dV and each of dQ has, with what fills up the last part's.
 
         The parts take pairs of fragments in turns.
         """
-        pairs = ceil_div(head_dim, FRAGMENT_COLUMNS)
         dkv_parts, dq_parts = self.column_parts
-        return ceil_div(pairs, dkv_parts) * FRAGMENT_COLUMNS, ceil_div(pairs, dq_parts) * FRAGMENT_COLUMNS
+        head_dim = problem.head_dim
+        return _columns(head_dim, dkv_parts), _columns(problem.head_dim_v, dkv_parts), _columns(head_dim, dq_parts)
 
     def refusal(self, problem: Problem, device: Device) -> str | None:
         groups, warps, row_warps = self.query_groups, self.num_warps, self.dq_row_warps
-        if problem.head_dim < MMA_K:
-            return f"head_dim {problem.head_dim}: the {self.family} kernels take {MMA_K} and more"
+        for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if head_dim < MMA_K:
+                return f"{name} {head_dim}: the {self.family} kernels take {MMA_K} and more"
         divisions = (
             ("S", self.block_kv, "keys", warps // groups, MMA_M),
             ("S", self.block_q, "queries", groups, MMA_K),
@@ -225,41 +226,47 @@ class TransposedMmaConfig(Config):
             if size % (parts * multiple):
                 wrong = f"{size} {unit} in {parts} parts are not a multiple of {multiple} each"
                 return f"{product} does not divide: {wrong}"
-        there = _panel_columns(problem)
-        column_parts = zip(self.column_parts, self.columns(problem.head_dim), strict=True)
-        for product, (parts, columns) in zip(("dK and dV", "dQ"), column_parts, strict=True):
-            if (parts - 1) * FRAGMENT_COLUMNS >= problem.head_dim:
+        dkv_parts, dq_parts = self.column_parts
+        of_parts = [("dK and dV", problem.head_dim, dkv_parts), ("dQ", problem.head_dim, dq_parts)]
+        if problem.value_head_dim:
+            of_parts.append(("dV", problem.head_dim_v, dkv_parts))
+        for product, head_dim, parts in of_parts:
+            if (parts - 1) * FRAGMENT_COLUMNS >= head_dim:
                 return (
-                    f"{product} does not divide: of {problem.head_dim} columns in {parts} parts, {FRAGMENT_COLUMNS} at "
+                    f"{product} does not divide: of {head_dim} columns in {parts} parts, {FRAGMENT_COLUMNS} at "
                     "a time, none are left for the last"
                 )
-            if parts * columns > there:
+            there, filled = _panel_columns(head_dim, problem), parts * _columns(head_dim, parts)
+            if filled > there:
                 return (
-                    f"{product} does not divide: {problem.head_dim} columns in {parts} parts are filled up to "
-                    f"{parts * columns}, and a tile has {there}"
+                    f"{product} does not divide: {head_dim} columns in {parts} parts are filled up to "
+                    f"{filled}, and a tile has {there}"
                 )
         if self.p_first and problem.softcap and problem.bias_grad:
             return "with P first, P times the cap's derivative is kept for dS, and dBias needs P itself"
         return None
 
     def shared_memory_bytes(self, problem: Problem) -> int:
-        row_bytes = _panel_columns(problem) * problem.element_bytes
-        key_tile = self.block_kv * row_bytes
-        queries = (self.q_stages + self.do_stages) * self.block_q
+        of_row, of_value_row = (
+            _panel_columns(head_dim, problem) * problem.element_bytes
+            for head_dim in (problem.head_dim, problem.head_dim_v)
+        )
+        k_tile, v_tile = self.block_kv * of_row, self.block_kv * of_value_row
         score_tiles = 1 + self.exchanges
-        dkv_columns, dq_columns = self.columns(problem.head_dim)
+        dk_columns, dv_columns, dq_columns = self.columns(problem)
         _, dq_parts = self.column_parts
         staged_dq = self.block_q * dq_parts * dq_columns * ACCUMULATOR_BYTES if self.dq_bulk_reduce else 0
         tiles = (
-            (1 if self.v_in_registers else 2) * key_tile
-            + queries * row_bytes
+            k_tile
+            + (0 if self.v_in_registers else v_tile)
+            + self.block_q * (self.q_stages * of_row + self.do_stages * of_value_row)
             + score_tiles * self.block_q * self.block_kv * problem.element_bytes
             + staged_dq
         )
         # V on its way to registers lies where the others will; at the end, parts of dK and dV where they were.
-        at_start = 2 * key_tile if self.v_in_registers else 0
-        at_end = 2 * self.block_kv * dkv_columns * ACCUMULATOR_BYTES if self.splits_k else 0
-        statistics = queries * ACCUMULATOR_BYTES  # L beside Q, delta beside dO
+        at_start = k_tile + v_tile if self.v_in_registers else 0
+        at_end = self.block_kv * (dk_columns + dv_columns) * ACCUMULATOR_BYTES if self.splits_k else 0
+        statistics = (self.q_stages + self.do_stages) * self.block_q * ACCUMULATOR_BYTES  # L beside Q, delta beside dO
         parts = (1 + self.exchanges_p_first) * self.ds_parts
         barriers = 4 + parts + self.q_stages + self.do_stages
         indices = (2 + self.num_warps) * INDEX_BYTES  # of this item and of the next one, and each warp's note
@@ -268,10 +275,10 @@ class TransposedMmaConfig(Config):
     def registers(self, problem: Problem) -> int:
         keys = self.block_kv * self.query_groups // self.num_warps
         queries = self.block_q // self.query_groups
-        dkv_columns, dq_columns = self.columns(problem.head_dim)
-        sums = 2 * keys * dkv_columns // 32
-        kept_columns = ceil_div(problem.head_dim, MMA_K) * MMA_K
-        kept = (int(self.k_in_registers) + int(self.v_in_registers)) * keys * kept_columns // 64
+        dk_columns, dv_columns, dq_columns = self.columns(problem)
+        sums = keys * (dk_columns + dv_columns) // 32
+        of_k, of_v = (ceil_div(head_dim, MMA_K) * MMA_K for head_dim in (problem.head_dim, problem.head_dim_v))
+        kept = (self.k_in_registers * of_k + self.v_in_registers * of_v) * keys // 64
         # S and dP are alive together, or P in 16 bits and dP; dQ after them. With a cap, what dS is made of is kept
         # beside P until dV is computed.
         scores = keys * queries // 32
@@ -283,18 +290,19 @@ class TransposedMmaConfig(Config):
         return MmatContext.of(problem, self, pace, probed)
 
     def product_columns(self, problem: Problem) -> int:
-        of_scores = ceil_div(problem.head_dim, MMA_K) * MMA_K
-        (dkv_parts, dq_parts), (of_dkv, of_dq) = self.column_parts, self.columns(problem.head_dim)
-        return 2 * of_scores + dq_parts * of_dq + 2 * dkv_parts * of_dkv
+        of_scores = sum(ceil_div(head_dim, MMA_K) * MMA_K for head_dim in (problem.head_dim, problem.head_dim_v))
+        (dkv_parts, dq_parts), (of_dk, of_dv, of_dq) = self.column_parts, self.columns(problem)
+        return of_scores + dq_parts * of_dq + dkv_parts * (of_dk + of_dv)
 
     def tile_work(self, problem: Problem) -> TileWork:
         warps, groups, block_q, block_kv = self.num_warps, self.query_groups, self.block_q, self.block_kv
-        depth, columns = ceil_div(problem.head_dim, MMA_K), problem.head_dim // (2 if self.exchanges else 1)
+        depth, depth_v = ceil_div(problem.head_dim, MMA_K), ceil_div(problem.head_dim_v, MMA_K)
+        columns = (problem.head_dim + problem.head_dim_v) // (2 if self.exchanges else 1)
         key_blocks = block_kv * groups // warps // MMA_M
         query_blocks = block_q // groups // MMA_K
-        read_again = (not self.k_in_registers) + (not self.v_in_registers)
-        of_scores = depth * (2 * query_blocks + read_again * key_blocks)
-        of_dkv = 2 * query_blocks * columns // FRAGMENT_COLUMNS
+        of_scores = depth * (query_blocks + (not self.k_in_registers) * key_blocks)
+        of_scores += depth_v * (query_blocks + (not self.v_in_registers) * key_blocks)
+        of_dkv = query_blocks * columns // FRAGMENT_COLUMNS
         if self.exchanges:  # twice the queries, half of them with the partner's P and dS, and P read again
             of_dkv = 2 * (of_dkv + query_blocks * key_blocks) + query_blocks * key_blocks * self.dv_first
         dq_columns = problem.head_dim * self.dq_row_warps // warps
@@ -305,12 +313,15 @@ class TransposedMmaConfig(Config):
         stored = int(score_tiles * block_q * block_kv) * problem.element_bytes
         # In bulk, dQ is stored and read again.
         added = (1 + self.dq_bulk_reduce) * block_q * problem.head_dim * ACCUMULATOR_BYTES
-        panels = ceil_div(problem.head_dim * problem.element_bytes, _PITCH_BYTES)
+        panels = sum(
+            ceil_div(head_dim * problem.element_bytes, _PITCH_BYTES)
+            for head_dim in (problem.head_dim, problem.head_dim_v)
+        )
         phase = Phase(
-            products=5 * problem.head_dim,
+            products=3 * problem.head_dim + 2 * problem.head_dim_v,
             fragments=warps * (of_scores + of_dkv + of_dq),
             shared_bytes=stored + added,
-            copied_rows=2 * block_q * panels,
+            copied_rows=block_q * panels,
             computes_scores=True,
         )
         return TileWork(
@@ -370,7 +381,8 @@ class MmatContext(KernelContext):
         """Whether the column groups of dK and dV, and the column warps of dQ, have all the same columns."""
         dkv_groups = self.config.query_groups if self.exchanges else 1
         dq_warps = self.config.num_warps // self.config.dq_row_warps
-        return all(self.head_dim % (FRAGMENT_COLUMNS * parts) == 0 for parts in (dkv_groups, dq_warps))
+        of_parts = ((self.head_dim, dkv_groups), (self.head_dim, dq_warps), (self.head_dim_v, dkv_groups))
+        return all(head_dim % (FRAGMENT_COLUMNS * parts) == 0 for head_dim, parts in of_parts)
 
     @property
     def converts_p(self) -> bool:
@@ -391,7 +403,12 @@ class MmatContext(KernelContext):
         return self.exchanges_p_first and (self.converts_p or self.softcap)
 
 
-def _panel_columns(problem: Problem) -> int:
+def _columns(head_dim: int, parts: int) -> int:
+    """Columns that each of so many parts has, with what fills up the last one's."""
+    return ceil_div(ceil_div(head_dim, FRAGMENT_COLUMNS), parts) * FRAGMENT_COLUMNS
+
+
+def _panel_columns(head_dim: int, problem: Problem) -> int:
     """Columns that a tile of an input has in shared memory: whole panels."""
     panel_columns = _PITCH_BYTES // problem.element_bytes
-    return ceil_div(problem.head_dim, panel_columns) * panel_columns
+    return ceil_div(head_dim, panel_columns) * panel_columns

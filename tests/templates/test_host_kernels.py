@@ -104,6 +104,10 @@ OF_VALUES: tuple[tuple[str, dict[str, object], str], ...] = (
     ("1_2_1_70x90_136x256", {"causal": True}, "w64bulk"),
     ("1_2_1_131x150_64x128", {"causal": True}, "w64lag"),
     ("1_2_1_131x150_128x72", {}, "w64conv"),
+    ("1_4_2_131x150_128x64", {"causal": True}, "v2"),
+    ("2_2_1_131_72x136", {"varlen": True, "dtype": "fp16"}, "mma_q32_kv32_w2_s2_sw64_k1_v1_b1_r2_u1"),
+    ("1_4_2_131x150_64x128", {"causal": True}, "t128"),
+    ("2_2_1_131_136x72", {"varlen": True, "sink": True}, "mmat_q32_kv64_w8_g2_x0_r2_s2_o3_k0_v1_p1_f1_d1_t1_b1_h8"),
 )
 
 
@@ -374,10 +378,10 @@ MUTATIONS: dict[str, tuple[str, str]] = {
     ),
     "no barrier between iterations": ("QUERY_BARRIERS % 2);\n    ptx::sync_threads();", "QUERY_BARRIERS % 2);"),
     "always the first phase": ("iteration / QUERY_BARRIERS % 2)", "0)"),
-    "half of the bytes expected": ("(barrier, 2 * QUERY_TILE_BYTES)", "(barrier, QUERY_TILE_BYTES)"),
+    "half of the bytes expected": ("(barrier, Q_TILE_BYTES + DO_TILE_BYTES)", "(barrier, Q_TILE_BYTES)"),
     "a tile loaded into the stage in use": (
-        "stage = shared + iteration % STAGES * QUERY_TILE_BYTES;\n    ptx::mb",
-        "stage = shared + (iteration + 1) % STAGES * QUERY_TILE_BYTES;\n    ptx::mb",
+        "stage = shared + iteration % STAGES * Q_TILE_BYTES;\n    const uint32_t do_stage",
+        "stage = shared + (iteration + 1) % STAGES * Q_TILE_BYTES;\n    const uint32_t do_stage",
     ),
     "dQ of another row group": (
         "(first_row + query_start + query_row + lane_row) * HEAD_DIM",
@@ -390,7 +394,7 @@ MUTATIONS: dict[str, tuple[str, str]] = {
         "column, first_key + kv_start, batch, kv_head, kv_barrier",
     ),
     "keys past the end": ("return min(row + mask.high, seqlen_kv - 1)", "return row + mask.high"),
-    "dK without the scale": ("dk_pair[0] * arguments.scale", "dk_pair[0]"),
+    "dK without the scale": ("pair[0] * arguments.scale", "pair[0]"),
     "two keys change places": (
         "ptx::mma_m16n8k16<Element>(dq[n], ds, k[0], k[1])",
         "ptx::mma_m16n8k16<Element>(dq[n], ds, k[1], k[0])",
@@ -427,7 +431,7 @@ TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
     "the other group's columns": ("t128", "DKV_COLUMN_GROUPS * MMA_N + dkv_column", "DKV_COLUMN_GROUPS * MMA_N"),
     "the diagonal masked, transposed": ("t128", "distance > last_distance", "distance >= last_distance"),
     "P read in another type": ("t128", "ptx::unpack<HeldP>(pairs[j])", "ptx::unpack<Element>(pairs[j])"),
-    "P left scaled": ("t128", "dv[m][n + 1], P_UNIT, ", "dv[m][n + 1], 1.0f, "),
+    "P left scaled": ("t128", "dv[m][of_dv + 1], P_UNIT, ", "dv[m][of_dv + 1], 1.0f, "),
     "delta added": ("t64", "isinf(lse) ? 0.0f : -delta", "isinf(lse) ? 0.0f : delta"),
     "one group's heads again": ("t64", "group * L2_HEAD_GROUP + in_group % group_heads", "group * L2_HEAD_GROUP"),
     "dQ of another row block": ("t128", "+ dq_row_warp * MMA_M * HEAD_DIM", ""),
@@ -607,6 +611,17 @@ VALUES_MUTATIONS = {
         "ptx::bulk_wait_read<0>();\n    block.arrive(K_EMPTY",
         "block.arrive(K_EMPTY",
     ),
+}
+NARROW_VALUES_PROBLEM = Problem.parse("1_2_1_131x150_64x40", causal=True)
+NARROW_VALUES_MUTATIONS = {
+    "dP lacks V's last columns": ("v3", "DP_COLUMNS = ceil_to_pairs(HEAD_DIM_V)", "DP_COLUMNS = HEAD_DIM_V / 16 * 16"),
+    "a warp's dV past its columns": ("v3", "n * MMA_N < HEAD_DIM_V)", "n * MMA_N < HEAD_DIM)"),
+    "delta of more columns than O has": (
+        "t64",
+        "in_o = position < found.end && column < HEAD_DIM_V",
+        "in_o = position < found.end && column < HEAD_DIM",
+    ),
+    "dV past its columns, transposed": ("t64", "column < HEAD_DIM_V;", "column < HEAD_DIM;"),
 }
 SPLIT_BULK_MUTATIONS = {
     "dQ's second panel where the first one is": ("start, panel);", "start, first_dq_panel(warpgroup));"),
@@ -872,6 +887,10 @@ FAULTS: dict[str, Fault] = {
     **{name: (SPLIT, MUTATED_PROBLEM, *change) for name, change in SPLIT_MUTATIONS.items()},
     **{name: (PRESETS["w64lag"], WGMMA_PROBLEM, *change) for name, change in WGMMA_MUTATIONS.items()},
     **{name: (PRESETS["w64mla"], VALUES_PROBLEM, *change) for name, change in VALUES_MUTATIONS.items()},
+    **{
+        name: (PRESETS[preset], NARROW_VALUES_PROBLEM, *change)
+        for name, (preset, *change) in NARROW_VALUES_MUTATIONS.items()
+    },
     **{name: (PRESETS["w64lag"], PACKED_PROBLEM, *change) for name, change in PACKED_WGMMA_MUTATIONS.items()},
     **{
         name: (PRESETS[preset], SPLIT_ACCUMULATORS_PROBLEM, *change)

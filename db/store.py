@@ -130,6 +130,8 @@ class Store:
         """
         import optuna
 
+        from .trials import TrialStorage
+
         self._refuse_read_only()
         path = connect.sqlite_path(self.url)
         if path:
@@ -141,7 +143,7 @@ class Store:
 
         def make() -> optuna.storages.RDBStorage:
             try:
-                return optuna.storages.RDBStorage(url, engine_kwargs=options)
+                return TrialStorage(url, engine_kwargs=options)
             except optuna.exceptions.StorageInternalError as error:
                 raise error.__cause__ or error from None
             except RuntimeError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -75,6 +76,7 @@ def space(problem: Problem, device: Device) -> tuple[Config, ...]:
     return tuple(config for config in points if refusal(problem, config, device) is None)
 
 
+@functools.lru_cache(maxsize=32)
 def _refusals(problem: Problem, device: Device) -> Counter[str]:
     return Counter(filter(None, (refusal(problem, config, device) for config in _points())))
 
@@ -221,6 +223,15 @@ class Told:
         self.notices.append(text)
 
 
+@functools.cache
+def _empty_database() -> bytes:
+    """As a search that stores nothing leaves it: to make all tables takes longer than many a search here."""
+    with tempfile.TemporaryDirectory() as folder, closing(Store.open(Path(folder) / "empty.sqlite")) as store:
+        store.optuna_storage().engine.dispose()
+        store.close()
+        return (Path(folder) / "empty.sqlite").read_bytes()
+
+
 def run_search(
     database: Path | str,
     *,
@@ -241,6 +252,8 @@ def run_search(
     """
     environment = replace(environment, gpu=GpuKey(device.name, "9.0")) if environment else None
     bench = bench or (FakeBench() if measured else None)
+    if isinstance(database, Path) and not database.exists():
+        database.write_bytes(_empty_database())
     with (
         closing(Store.open(database)) as store,
         mock.patch("bwdtune.tuner.search.candidates.valid_configs", space),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import optuna
 import pytest
 
+from bwdtune.db.store import Store
 from bwdtune.gen.errors import BwdtuneError
 from bwdtune.gen.families import FAMILIES, PRESETS, Config, MmaConfig
 from bwdtune.gen.render import template_hash
@@ -153,6 +156,28 @@ def test_the_log_gives_back_what_ended() -> None:
     for config, outcome in zip(CONFIGS, outcomes, strict=False):
         log.add(config, outcome)
     assert list(open_log(storage).news()) == list(zip(CONFIGS, outcomes, strict=False))
+
+
+def test_the_database_holds_a_trial_as_optuna_writes_it(tmp_path: Path) -> None:
+    """Ours is written by fewer statements."""
+    database = tmp_path / "bwdtune.sqlite"
+    with closing(Store.open(database)) as store:
+        ours = store.optuna_storage()
+        optunas = optuna.storages.RDBStorage(f"sqlite:///{database}")
+        failed = Outcome("failed", reason="trap", kind="error")
+        for number, outcome in enumerate([Outcome.timed(2.5), failed, Outcome.timed(math.inf)]):
+            for space, storage in (("ours", ours), ("optunas", optunas)):
+                open_log(storage, space).add(CONFIGS[number], outcome, search_id=7)
+        stored = [
+            [
+                (trial.number, trial.state, trial.values, trial.params, trial.distributions, trial.user_attrs)
+                for trial in optuna.load_study(study_name=name, storage=optunas).trials
+                if trial.datetime_start and trial.datetime_complete
+            ]
+            for name in optuna.get_all_study_names(optunas)
+        ]
+        assert stored[0] == stored[1]
+        assert [len(trials) for trials in stored] == [3, 3]
 
 
 def test_the_log_tells_each_outcome_once_those_of_other_searches_too() -> None:

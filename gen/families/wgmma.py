@@ -127,7 +127,7 @@ class WgmmaConfig(Config):
         Contradiction(
             ("p_first", "dq_delayed"),
             lambda p_first, delayed: p_first and not delayed,
-            "while P is computed, it is dQ of the tile before that is multiplied",
+            "beside dV and dP it is dQ of the tile before that is multiplied",
         ),
         Contradiction(
             ("p_first", "dq_epilogue_in_kernel"),

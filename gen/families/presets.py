@@ -33,6 +33,7 @@ PRESETS: dict[str, Config] = {
     "w64": WgmmaConfig(v_fragments=3),
     "w64lag": WgmmaConfig(dq_delayed=True, v_fragments=3, resync=True, skip_masked=True),
     "w64first": WgmmaConfig(dq_delayed=True, v_fragments=3, store_first=True),
+    "w64last": WgmmaConfig(dq_delayed=True, v_fragments=3, store_first=True, convert_last=True),
     "w64conv": WgmmaConfig(dq_delayed=True, v_fragments=3, dq_epilogue_in_kernel=True),
     "w128": WgmmaConfig(block_q=128, dq_delayed=True),
     "w64split": WgmmaConfig(dq_delayed=True, v_fragments=4, dq_bulk_reduce=False, split_accumulators=True),
@@ -41,9 +42,9 @@ PRESETS: dict[str, Config] = {
 }
 """v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit
 its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory, those with a w are
-for Hopper: w64first for short sequences and deterministic gradients, w64conv, whose dQ needs no kernel of its own, for
-long ones, w128 for head_dims up to 64, w64split and w64bulk for those above 128, the latter deterministic too, and
-w64mla for 192 with values of 128."""
+for Hopper: w64last for short sequences and deterministic gradients, w64first for those of packed sequences, w64conv,
+whose dQ needs no kernel of its own, for long ones, w128 for head_dims up to 64, w64split and w64bulk for those above
+128, the latter deterministic too, and w64mla for 192 with values of 128."""
 
 
 def preset_name(config: Config) -> str | None:

@@ -269,7 +269,6 @@ def test_launches_from_two_threads(preset: str, deterministic: bool) -> None:
 # ---- slots for dQ that are used again ----
 
 MANY_HEADS = Problem.parse("1_20_300_64", causal=True)
-CONVERTING = dataclasses.replace(PRESETS["w64first"], convert_last=True)
 
 
 @pytest.fixture
@@ -283,7 +282,7 @@ def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     ("problem", "config"),
     [
         (MANY_HEADS, dataclasses.replace(PRESETS["w64conv"], l2_head_group=4)),
-        (MANY_HEADS, dataclasses.replace(CONVERTING, l2_head_group=4)),
+        (MANY_HEADS, dataclasses.replace(PRESETS["w64last"], l2_head_group=4)),
         (
             Problem.parse("2_20_10_300_64"),
             dataclasses.replace(PRESETS["w128"], l2_head_group=4, dq_epilogue_in_kernel=True),
@@ -312,7 +311,7 @@ def test_a_slot_for_dq_is_used_again(
             ("ptx::bulk_store(sums + cleared / 4, block.shared + ZEROS_OFFSET, ZEROS_BYTES);", ";"),
         ),
         (PRESETS["w64conv"], ("if (ptx::load_acquire_global(added) != all) {", "if (false) {")),
-        (CONVERTING, ("ptx::release_add_global(heads_done, 1);", "")),
+        (PRESETS["w64last"], ("ptx::release_add_global(heads_done, 1);", "")),
     ],
     ids=["is not cleared", "is converted too early", "is never given back"],
 )
@@ -669,26 +668,25 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
         "for (int i = 0; i < DQ_SUMS_STAGES",
     ),
     "sums that are not waited for": (
-        CONVERTING,
+        PRESETS["w64last"],
         MUTATED_PROBLEM,
         "if (has_sums) block.wait_full<1>(DQ_SUMS_FULL + warpgroup, sums++);",
         "",
     ),
     "sums over what the consumer still reads": (
-        CONVERTING,
+        PRESETS["w64last"],
         MUTATED_PROBLEM,
-        "block.wait_full<1>(DQ_FULL + warpgroup, tile++);\n        if (DqPart",
-        "if (is_loaded) load_sums(next_head, next_start);\n        is_loaded = false;\n"
-        "        block.wait_full<1>(DQ_FULL + warpgroup, tile++);\n        if (DqPart",
+        "block.wait_full<1>(DQ_FULL + warpgroup, tile++);\n        if (is_loaded) load_sums(next_head, next_start);",
+        "if (is_loaded) load_sums(next_head, next_start);\n        block.wait_full<1>(DQ_FULL + warpgroup, tile++);",
     ),
     "sums that copies are not ordered after": (
-        CONVERTING,
+        PRESETS["w64last"],
         MUTATED_PROBLEM,
         ">= awaited_by(next_start);\n          ptx::fence_proxy_async_global();",
         ">= awaited_by(next_start);",
     ),
     "dQ that is converted with another tile's sums": (
-        CONVERTING,
+        PRESETS["w64last"],
         MUTATED_PROBLEM,
         "if (DQ_DELAYED) find_dq();\n      tile++;\n      iterations--;\n      query_start += BLOCK_Q;",
         "tile++;\n      iterations--;\n      query_start += BLOCK_Q;\n      if (DQ_DELAYED) find_dq();",

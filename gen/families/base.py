@@ -169,6 +169,7 @@ class TileWork:
         dq_vector: Floats of dQ that a thread adds by one ``red.global``; None where bulk copies add it.
         converts_dq: The main kernel also converts dQ, and no pass clears it.
         one_warp_converts: A warp of each block does, which is slow.
+        blocks: How many blocks compute it together, each on an SM of its own; phases are those of one.
     """
 
     phases: tuple[Phase, ...]
@@ -182,6 +183,7 @@ class TileWork:
     dq_vector: int | None = None
     converts_dq: bool = False
     one_warp_converts: bool = False
+    blocks: int = 1
 
 
 @dataclass(frozen=True, order=True)

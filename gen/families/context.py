@@ -166,6 +166,16 @@ class KernelContext:
         return "BLOCK_KV"
 
     @property
+    def in_clusters(self) -> bool:
+        """Whether blocks of the main kernel run in clusters, which share an item."""
+        return False
+
+    @property
+    def key_tile_rows(self) -> str:
+        """The constant for the rows of K and V that a block loads of an item."""
+        return "BLOCK_KV"
+
+    @property
     def swizzle_bytes(self) -> int:
         """TMA's swizzle of Q, K, V and dO; 0 is none."""
         return 128

@@ -39,12 +39,20 @@ PRESETS: dict[str, Config] = {
     "w64split": WgmmaConfig(dq_delayed=True, v_fragments=4, dq_bulk_reduce=False, split_accumulators=True),
     "w64bulk": WgmmaConfig(dq_delayed=True, v_fragments=4, split_accumulators=True, dout_stages=1),
     "w64mla": WgmmaConfig(lse_delta_k_step=False, dq_delayed=True, p_first=True),
+    "w64pair": WgmmaConfig(
+        dq_delayed=True,
+        v_fragments=4,
+        dq_bulk_reduce=False,
+        split_accumulators=True,
+        dout_stages=1,
+        cluster_size=2,
+    ),
 }
 """v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit
 its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory, those with a w are
 for Hopper: w64last for short sequences and deterministic gradients, w64first for those of packed sequences, w64conv,
 whose dQ needs no kernel of its own, for long ones, w128 for head_dims up to 64, w64split and w64bulk for those above
-128, the latter deterministic too, and w64mla for 192 with values of 128."""
+128, the latter deterministic too, w64mla for 192 with values of 128, and w64pair, in clusters, for those above 192."""
 
 
 def preset_name(config: Config) -> str | None:

@@ -29,6 +29,7 @@ _HEAD_DIMS = range(32, 128 + 1, 8)
 _P_FIRST_HEAD_DIMS = range(128 + 8, 192 + 1, 8)
 _SPLIT_HEAD_DIMS = range(128 + 8, 256 + 1, 8)
 _SPLIT_VALUE_HEAD_DIMS = range(32, 256 + 1, 8)
+_CLUSTER_HEAD_DIMS = range(192 + 8, 256 + 1, 8)
 _PANEL_COLUMNS = 64
 _WORKING_REGISTERS = 28
 _PREFETCH_SLACK = 20  # measured: with fewer to spare, ptxas spills a bias that is read ahead
@@ -139,6 +140,21 @@ class WgmmaConfig(Config):
             lambda stages, split: stages != 2 and not split,
             "consumers of different keys have two stages of dO: {dout_stages}",
         ),
+        Contradiction(
+            ("cluster_size", "split_accumulators"),
+            lambda blocks, split: blocks != 1 and not split,
+            "clusters are of blocks with 64 keys each, whose accumulators are split",
+        ),
+        Contradiction(
+            ("cluster_size", "dout_stages"),
+            lambda blocks, stages: blocks != 1 and stages != 1,
+            "keys of the other block leave room for one stage of dO: {dout_stages}",
+        ),
+        Contradiction(
+            ("cluster_size", "dq_bulk_reduce"),
+            lambda blocks, bulk: blocks != 1 and bulk,
+            "keys and dS of the other block leave no room to stage dQ",
+        ),
     )
 
     block_q: int = parameter("q", (64, 80, 128), "Rows of a Q/dO tile (B_r).", default=64)
@@ -245,6 +261,14 @@ class WgmmaConfig(Config):
         default=False,
         later=True,
     )
+    cluster_size: int = parameter(
+        "x",
+        (1, 2),
+        "Blocks of a cluster: two exchange dS through shared memory, each computes half of dQ's columns over the keys "
+        "of both, and what one loads of Q and dO arrives in both.",
+        default=1,
+        later=True,
+    )
 
     convert_last: bool = parameter(
         "e",
@@ -258,7 +282,7 @@ class WgmmaConfig(Config):
     @property
     def block_kv(self) -> int:
         """Rows of a K/V tile (B_c): the keys of an item."""
-        return self.warpgroup_keys * (1 if self.split_accumulators else self.consumer_warpgroups)
+        return self.warpgroup_keys * (self.cluster_size if self.split_accumulators else self.consumer_warpgroups)
 
     def refusal(self, problem: Problem, device: Device) -> str | None:
         if not device.has_wgmma:
@@ -311,6 +335,11 @@ class WgmmaConfig(Config):
             )
             taken = f"the wgmma kernels take {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]}"
             return f"head_dim {head_dim}: {taken}; {why}"
+        if self.cluster_size > 1 and not {head_dim, values} <= set(_CLUSTER_HEAD_DIMS):
+            return (
+                f"head_dims {head_dim} and {values}: a cluster's consumers divide four panels of columns, which are "
+                f"{_CLUSTER_HEAD_DIMS[0]} to {_CLUSTER_HEAD_DIMS[-1]}"
+            )
         if values not in of_values:
             return f"head_dim_v {values}: beside a head_dim of {head_dim} it may be {of_values[0]} to {of_values[-1]}"
         # Of V, and where the accumulators are split, of K.
@@ -350,14 +379,17 @@ class WgmmaConfig(Config):
         of_row, of_value_row = (
             _columns(head_dim)[1] * problem.element_bytes for head_dim in (problem.head_dim, problem.head_dim_v)
         )
-        # K and V have places of their own, or change them.
-        keys = block_kv * (of_row + of_value_row if self.stages_in_place else 2 * max(of_row, of_value_row))
+        # K and V have places of their own, or change them. In a cluster a block has its share of the keys, and of the
+        # others' K the columns of dQ that it computes.
+        own_keys = block_kv // self.cluster_size
+        keys = own_keys * (of_row + of_value_row if self.stages_in_place else 2 * max(of_row, of_value_row))
+        keys += (block_kv - own_keys) * of_row // self.cluster_size
         queries = block_q * (stages * of_row + self.dout_stages * of_value_row)
         ds = stages * block_q * block_kv * problem.element_bytes
         dq = block_q * _columns(problem.head_dim)[1] * ACCUMULATOR_BYTES
         if self.stages_in_place:  # dQ's panels come there one after another, or not at all
             dq = self.consumer_warpgroups * block_q * _PANEL_COLUMNS * ACCUMULATOR_BYTES * self.dq_bulk_reduce
-        p = block_q * block_kv * problem.element_bytes * self.split_accumulators
+        p = block_q * own_keys * problem.element_bytes * self.split_accumulators
         # A pattern of 8 rows for every 64 queries, for each stage of L and of delta, and one of zeros; or a float each.
         statistics = block_q // 64 * 1024 if self.lse_delta_k_step else block_q * ACCUMULATOR_BYTES
         zeros, converted = statistics if self.lse_delta_k_step else 0, 0
@@ -370,6 +402,7 @@ class WgmmaConfig(Config):
             rows = self.consumer_warpgroups * self.dq_queries(problem.head_dim)
             converted = rows * _PANEL_COLUMNS * problem.element_bytes
         others = 17 - self.p_first + self.sums_stages + self.consumer_warpgroups * self.convert_last
+        others += 2 * stages * (self.cluster_size > 1)
         barriers = (others + 2 * self.dout_stages + 2 * self.item_stages) * BARRIER_BYTES
         tiles = keys + queries + ds + p + dq + converted
         own = tiles + (stages + self.dout_stages) * statistics + zeros + barriers
@@ -430,11 +463,13 @@ class WgmmaConfig(Config):
         of_scores += 2 * self.lse_delta_k_step * block_q * MMA_K * element
         of_dkv = block_q * (head_dim + values) * element
         of_dq = self.block_kv // MMA_K * (step_a + self.dq_queries(head_dim) * MMA_K * element)
-        of_dq *= ceil_div(head_dim, _PANEL_COLUMNS) if split else 1
+        of_dq *= ceil_div(head_dim, _PANEL_COLUMNS) // self.cluster_size if split else 1
         if self.p_first:  # and half the queries of a third panel
             of_dq += self.block_kv // MMA_K * (step_a + block_q // 2 * MMA_K * element)
-        moved = ((1 + 2 * split) * self.block_kv + head_dim + values) * block_q * element
-        moved += 2 * block_q * head_dim * ACCUMULATOR_BYTES
+        # dS, and P where it is handed over; in a cluster dS to the other block and from there, too.
+        handed_over = 1 + 2 * split + 2 * (self.cluster_size > 1)
+        moved = (handed_over * self.block_kv // self.cluster_size + head_dim + values) * block_q * element
+        moved += 2 * block_q * head_dim * ACCUMULATOR_BYTES // self.cluster_size
         phase = Phase(
             products=3 * head_dim + 2 * values + 2 * MMA_K * self.lse_delta_k_step,
             shared_bytes=shares * (of_scores + of_dkv + of_dq) + moved,
@@ -448,6 +483,7 @@ class WgmmaConfig(Config):
             added_rows=0 if self.dq_bulk_reduce else block_q,
             converts_dq=self.dq_epilogue_in_kernel or self.convert_last,
             one_warp_converts=self.dq_epilogue_in_kernel,
+            blocks=self.cluster_size,
         )
 
 
@@ -546,6 +582,14 @@ class WgmmaContext(KernelContext):
     @property
     def masked_keys(self) -> str:
         return "WARPGROUP_KEYS"
+
+    @property
+    def in_clusters(self) -> bool:
+        return self.config.cluster_size > 1
+
+    @property
+    def key_tile_rows(self) -> str:
+        return "TILE_KEYS" if self.in_clusters else "BLOCK_KV"
 
     @property
     def orders_proxies(self) -> bool:

@@ -1,4 +1,5 @@
 // One thread block on a CPU: its threads as fibers, its shared memory with a record of who wrote each word, its barriers.
+// Or a cluster of blocks: a block's threads follow those of the block before, its shared memory is a window of its own.
 //
 // Every wait of a thread is a call into here, which switches to another thread; a block in which nobody can go on is a
 // deadlock and is reported. Copies of TMA land at once, but a thread may only read them when the order of waits and barriers
@@ -12,7 +13,8 @@
 
 namespace bwdtune_host __attribute__((visibility("hidden"))) {
 
-constexpr uint32_t WARP_SIZE = 32, MAX_WARPS = 32, MAX_MBARRIERS = 64, NAMED_BARRIERS = 16;
+constexpr uint32_t WARP_SIZE = 32, MAX_WARPS = 32, MAX_CLUSTER = 2;
+constexpr uint32_t MAX_MBARRIERS = 64, NAMED_BARRIERS = 16;  // of a block
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 constexpr int32_t MAX_TRANSACTION_BYTES = (1 << 20) - 1;
 
@@ -37,14 +39,15 @@ inline thread_local Buffers registered_buffers;
 struct Launch {
   const void* kernel;
   dim3 grid, block;
-  uint32_t threads, shared_bytes;
+  uint32_t cluster;                // blocks of one
+  uint32_t threads, shared_bytes;  // of a block
   bool race_check;
   bool overlaps;  // the kernel before, until a thread has waited for it
   void (*invoke)(const void* call);
   const void* call;
   const Buffers* buffers;
 
-  uint64_t next_block = 0;
+  uint64_t next_cluster = 0;
 
   // OS threads that run blocks. Once each of them only waits for words of global memory, and none has released a word since it
   // last looked at all of its own, no word will change any more.
@@ -96,7 +99,8 @@ struct Fiber {
   Block* block;
   Warp* warp;
   uint3 thread_index;
-  uint32_t thread, lane;  // of the block, of the warp
+  uint32_t rank;          // of its block
+  uint32_t thread, lane;  // of the cluster, of the warp
   State state;
   int line;               // of the .cu, where it waits
   void* operands;         // of the warp instruction it has arrived at
@@ -110,6 +114,7 @@ struct Fiber {
   bool completed_unfenced, acquired_unfenced;
   bool waited_for_kernel_before;
   bool polls;
+  uint32_t reached_peers;  // its clock when it last accessed another block's shared memory
   // What it knows of each thread and mbarrier beyond what the last block barrier told everybody; valid in that barrier's epoch.
   uint32_t* known;
   uint32_t known_epoch;
@@ -201,6 +206,11 @@ struct Word {
 };
 constexpr uint16_t NEVER_WRITTEN = 0xffff, HOLDS_MBARRIER = 0xfffe;
 
+// Whose shared memory an instruction may name.
+enum class Reach : uint8_t { OWN_BLOCK, CLUSTER };
+
+constexpr const char* BLOCK_BARRIER = "a block barrier";
+
 // Four at a time: what every CPU has in one register.
 typedef float Quad __attribute__((vector_size(16), may_alias));
 typedef uint32_t Words __attribute__((vector_size(16), may_alias));
@@ -215,17 +225,17 @@ class Block {
   explicit Block(Launch& launch)
       : launch_(launch),
         worker_(__atomic_fetch_add(&launch.workers_started, 1, __ATOMIC_RELAXED)),
-        threads_(launch.threads),
-        warps_count_((launch.threads + WARP_SIZE - 1) / WARP_SIZE),
-        participants_((launch.threads + MAX_MBARRIERS + 3) / 4 * 4),
-        shared_words_((launch.shared_bytes + 15) / 16 * 4),
-        stacks_(launch.threads),
+        threads_(launch.cluster * launch.threads),
+        warps_count_((threads_ + WARP_SIZE - 1) / WARP_SIZE),
+        participants_((threads_ + launch.cluster * MAX_MBARRIERS + 3) / 4 * 4),
+        shared_words_(((launch.cluster - 1) * SHARED_WINDOW + launch.shared_bytes + 15) / 16 * 4),
+        stacks_(threads_),
         fibers_(allocate<Fiber>(threads_)),
         known_(allocate<uint32_t>(static_cast<size_t>(threads_) * participants_)),
         told_to_all_(allocate<uint32_t>(participants_)),
         clocks_(allocate<uint32_t>(threads_)),
-        mbarrier_clocks_(allocate<uint32_t>(2 * MAX_MBARRIERS * participants_)),
-        named_barrier_clocks_(allocate<uint32_t>(2 * NAMED_BARRIERS * participants_)),
+        mbarrier_clocks_(allocate<uint32_t>(2 * launch.cluster * MAX_MBARRIERS * participants_)),
+        named_barrier_clocks_(allocate<uint32_t>(2 * launch.cluster * NAMED_BARRIERS * participants_)),
         wgmma_operations_(allocate<WgmmaOperation>(static_cast<size_t>(warps_count_) * MAX_WGMMA_OPERATIONS)),
         shared_(allocate<uint8_t>(4 * shared_words_)),
         words_(allocate<Word>(shared_words_)),
@@ -248,22 +258,26 @@ class Block {
            wgmma_operations_ && shared_ && words_ && reader_warps_ && reads_;
   }
 
-  const dim3& index() const { return index_; }
+  // Of the block that a thread belongs to.
+  dim3 index(uint32_t rank) const { return dim3(index_.x + rank, index_.y, index_.z); }
   const Launch& launch() const { return launch_; }
 
-  // Runs the block with that number in the grid from its first thread's entry to its last thread's exit, or to a fault.
+  // Runs the cluster with that number from its first thread's entry to its last thread's exit, or to a fault.
   void run(uint64_t number) {
+    number *= launch_.cluster;
     index_ = dim3(static_cast<unsigned>(number % launch_.grid.x),
                   static_cast<unsigned>(number / launch_.grid.x % launch_.grid.y),
                   static_cast<unsigned>(number / launch_.grid.x / launch_.grid.y));
     faulted_ = false;
     alive_ = threads_;
+    for (uint32_t& alive : block_alive_) alive = launch_.threads;
     barrier_arrived_ = 0;
     mbarrier_count_ = 0;
     bulk_count_ = 0;
     epoch_ = 1;
-    memset(named_barrier_clocks_, 0, 2 * NAMED_BARRIERS * participants_ * sizeof *named_barrier_clocks_);
-    for (uint32_t i = 0; i < NAMED_BARRIERS; i++) {
+    const uint32_t named_barriers = launch_.cluster * NAMED_BARRIERS;
+    memset(named_barrier_clocks_, 0, 2 * named_barriers * participants_ * sizeof *named_barrier_clocks_);
+    for (uint32_t i = 0; i < named_barriers; i++) {
       uint32_t* clocks = named_barrier_clocks_ + 2 * i * participants_;
       named_barriers_[i] = {0, 0, 0, 0, 0, clocks, clocks + participants_};
     }
@@ -274,8 +288,10 @@ class Block {
       Fiber& fiber = fibers_[t];
       fiber.block = this;
       fiber.thread = t;
-      fiber.thread_index = {t % launch_.block.x, t / launch_.block.x % launch_.block.y,
-                            t / launch_.block.x / launch_.block.y};
+      fiber.rank = t / launch_.threads;
+      const uint32_t in_block = t % launch_.threads;
+      fiber.thread_index = {in_block % launch_.block.x, in_block / launch_.block.x % launch_.block.y,
+                            in_block / launch_.block.x / launch_.block.y};
       fiber.lane = t % WARP_SIZE;
       fiber.warp = &warps_[t / WARP_SIZE];
       fiber.state = State::READY;
@@ -286,6 +302,7 @@ class Block {
       fiber.completed_unfenced = fiber.acquired_unfenced = false;
       fiber.waited_for_kernel_before = !launch_.overlaps;
       fiber.polls = false;
+      fiber.reached_peers = 0;
       clocks_[t] = 1;
       fiber.context.prepare(stacks_.bottom(t), stacks_.top(t), &Block::enter);
     }
@@ -313,8 +330,9 @@ class Block {
     vsnprintf(what, sizeof what, format, values);
     va_end(values);
     char text[480];
-    snprintf(text, sizeof text, "block (%u,%u,%u), thread %u (warp %u, lane %u), line %d: %s", index_.x, index_.y,
-             index_.z, fiber.thread, fiber.warp->index, fiber.lane, line, what);
+    const dim3 block = index(fiber.rank);
+    snprintf(text, sizeof text, "block (%u,%u,%u), thread %u (warp %u, lane %u), line %d: %s", block.x, block.y, block.z,
+             fiber.thread, fiber.warp->index, fiber.lane, line, what);
     abandon(code, text);
   }
 
@@ -404,9 +422,9 @@ class Block {
     __atomic_store_n(&launch_.stuck_at[worker_], 0, __ATOMIC_SEQ_CST);
   }
 
-  // ---- the block barrier ----
+  // ---- the block barrier, or a cluster's ----
 
-  void sync_threads(int line) {
+  void sync_all(int line) {
     Fiber& fiber = *current_fiber;
     if (fiber.warp->arrived)
       fault(fiber, cudaErrorLaunchFailure, line, "a block barrier is reached by a part of its warp only: lanes 0x%08x are "
@@ -435,11 +453,12 @@ class Block {
   // All lanes of a warp arrive. Returns the uses completed before: to wait is to wait until there are more.
   uint32_t arrive_at_named_barrier(const Warp& warp, int index, int threads, const char* what, int line) {
     const Fiber& fiber = warp.lanes[0];
-    if (index < 1 || index >= static_cast<int>(NAMED_BARRIERS))
+    if (index < (what == BLOCK_BARRIER ? 0 : 1) || index >= static_cast<int>(NAMED_BARRIERS))
       fault(fiber, cudaErrorLaunchFailure, line, "%s of barrier %d: they are 1 to 15, and 0 is the block's own", what, index);
-    if (threads < 1 || threads % static_cast<int>(WARP_SIZE) || static_cast<uint32_t>(threads) > threads_)
+    if (threads < 1 || threads % static_cast<int>(WARP_SIZE) || static_cast<uint32_t>(threads) > launch_.threads)
       fault(fiber, cudaErrorLaunchFailure, line, "%s for %d threads: they must be whole warps of the block's %u threads", what,
-            threads, threads_);
+            threads, launch_.threads);
+    index += static_cast<int>(fiber.rank * NAMED_BARRIERS);
     NamedBarrier& barrier = named_barriers_[index];
     if (!barrier.arrived) {
       barrier.expected = static_cast<uint32_t>(threads);
@@ -470,6 +489,7 @@ class Block {
 
   void wait_at_named_barrier(int index, uint32_t use, int line) {
     Fiber& fiber = *current_fiber;
+    index += static_cast<int>(fiber.rank * NAMED_BARRIERS);
     NamedBarrier& barrier = named_barriers_[index];
     if (barrier.completed_uses == use) {
       fiber.state = State::AT_NAMED_BARRIER;
@@ -500,8 +520,8 @@ class Block {
   // The bytes at an address, for a write of `bytes` (a multiple of 4) by that thread or by a copy that it starts, which
   // completes on `mbarrier`.
   uint8_t* write_shared(const Fiber& fiber, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what, int line,
-                        const Mbarrier* mbarrier = nullptr) {
-    const uint32_t offset = check_shared(fiber, address, bytes, alignment, what, line);
+                        const Mbarrier* mbarrier = nullptr, Reach reach = Reach::OWN_BLOCK) {
+    const uint32_t offset = check_shared(fiber, address, bytes, alignment, what, line, reach);
     const Word written = mbarrier ? Word{mbarrier->phases + 1, static_cast<uint16_t>(threads_ + (mbarrier - mbarriers_)),
                                          static_cast<uint16_t>(line)}
                                   : Word{clocks_[fiber.thread], static_cast<uint16_t>(fiber.thread),
@@ -646,7 +666,7 @@ class Block {
       fault(fiber, cudaErrorLaunchFailure, line, "mbarrier.init with %u arrivals: they must lie between 1 and 2^20 - 1",
             arrivals);
     write_shared(fiber, address, 8, 8, "mbarrier.init", line);
-    if (mbarrier_count_ == MAX_MBARRIERS)
+    if (mbarrier_count_ == launch_.cluster * MAX_MBARRIERS)
       fault(fiber, cudaErrorLaunchFailure, line, "the host target keeps %u mbarriers a block", MAX_MBARRIERS);
     const uint32_t word = (address - SHARED_BASE) / 4;
     words_[word].writer = words_[word + 1].writer = HOLDS_MBARRIER;
@@ -669,10 +689,11 @@ class Block {
   }
 
   // The mbarrier at an address, which must have been initialised before this thread's last barrier.
-  Mbarrier& mbarrier_at(uint32_t address, const char* what, int line) {
+  Mbarrier& mbarrier_at(uint32_t address, const char* what, int line, Reach reach = Reach::OWN_BLOCK) {
     const Fiber& fiber = *current_fiber;
-    const uint32_t offset = check_shared(fiber, address, 8, 8, what, line), word = offset / 4;
-    if (words_[word].writer != HOLDS_MBARRIER || mbarriers_[words_[word].clock % MAX_MBARRIERS].address != address)
+    const uint32_t offset = check_shared(fiber, address, 8, 8, what, line, reach), word = offset / 4;
+    if (words_[word].writer != HOLDS_MBARRIER ||
+        mbarriers_[words_[word].clock % (MAX_CLUSTER * MAX_MBARRIERS)].address != address)
       fault(fiber, cudaErrorLaunchFailure, line, "%s names shared offset %u, where no mbarrier was initialised", what,
             offset);
     Mbarrier& mbarrier = mbarriers_[words_[word].clock];
@@ -690,9 +711,12 @@ class Block {
     arrive(fiber, mbarrier, line);
   }
 
-  void mbarrier_arrive(uint32_t address, int line) {
-    arrive(*current_fiber, mbarrier_at(address, "mbarrier.arrive", line), line);
+  void mbarrier_arrive(uint32_t address, int line, Reach reach = Reach::OWN_BLOCK) {
+    arrive(*current_fiber, mbarrier_at(address, "mbarrier.arrive", line, reach), line);
   }
+
+  // A copy that this thread has started has read its source when it completes there.
+  void publish_to(const Mbarrier& mbarrier) { publish(*current_fiber, mbarrier.released); }
 
   void mbarrier_complete_tx(Mbarrier& mbarrier, uint32_t bytes, int line) {
     mbarrier.copies = mbarrier.phases + 1;
@@ -760,6 +784,7 @@ class Block {
     fiber.state = State::EXITED;
     warp.ready &= ~(1u << fiber.lane);
     warp.exited |= 1u << fiber.lane;
+    if (--block_alive_[fiber.rank] == 0) check_peers_at_exit(fiber);
     if (--alive_ == 0) Context::go(fiber.context, scheduler_);
     suspend(fiber);
     __builtin_unreachable();
@@ -787,12 +812,14 @@ class Block {
     __builtin_unreachable();
   }
 
+  const char* barrier_of_all() const { return launch_.cluster > 1 ? "cluster" : "block"; }
+
   void describe(const Fiber& fiber, char* text, size_t bytes) const {
     switch (fiber.state) {
       case State::READY: snprintf(text, bytes, "thread %u runs", fiber.thread); break;
       case State::EXITED: snprintf(text, bytes, "thread %u has exited", fiber.thread); break;
       case State::AT_BLOCK_BARRIER:
-        snprintf(text, bytes, "thread %u waits at the block barrier of line %d", fiber.thread, fiber.line);
+        snprintf(text, bytes, "thread %u waits at the %s barrier of line %d", fiber.thread, barrier_of_all(), fiber.line);
         break;
       case State::IN_WARP_INSTRUCTION:
         snprintf(text, bytes, "thread %u waits for its warp in %s of line %d", fiber.thread,
@@ -801,7 +828,7 @@ class Block {
       case State::AT_NAMED_BARRIER: {
         const NamedBarrier& barrier = named_barriers_[fiber.awaited_named_barrier];
         snprintf(text, bytes, "thread %u waits at line %d for named barrier %u, which %u of %u threads have reached",
-                 fiber.thread, fiber.line, fiber.awaited_named_barrier, barrier.arrived, barrier.expected);
+                 fiber.thread, fiber.line, fiber.awaited_named_barrier % NAMED_BARRIERS, barrier.arrived, barrier.expected);
         break;
       }
       case State::AT_MBARRIER: {
@@ -842,8 +869,8 @@ class Block {
       describe_other(State::AT_BLOCK_BARRIER, who, sizeof who);
       const Fiber* waiting = fibers_;
       while (waiting->state != State::AT_BLOCK_BARRIER) waiting++;
-      snprintf(text + used, sizeof text - used, "the block barrier of line %d is reached by %u of %u threads; %s",
-               waiting->line, barrier_arrived_, threads_, who);
+      snprintf(text + used, sizeof text - used, "the %s barrier of line %d is reached by %u of %u threads; %s",
+               barrier_of_all(), waiting->line, barrier_arrived_, threads_, who);
     } else {
       describe_other(State::EXITED, who, sizeof who);
       snprintf(text + used, sizeof text - used, "%s", who);
@@ -900,17 +927,30 @@ class Block {
 
   // ---- shared memory ----
 
-  // The offset of an address, which must be aligned and lie within the block's memory with all its bytes.
+  // The offset of an address, which must be aligned and lie within a block's memory with all its bytes: that of the thread's
+  // own block, unless the instruction reaches the whole cluster.
+  uint32_t check_shared(const Fiber& fiber, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what, int line,
+                        Reach reach) {
+    const uint32_t rank = (address - SHARED_BASE) / SHARED_WINDOW;
+    if (reach == Reach::OWN_BLOCK || rank == fiber.rank || rank >= launch_.cluster)
+      return check_shared(fiber, address, bytes, alignment, what, line);
+    if (!block_alive_[rank])
+      fault(fiber, cudaErrorIllegalAddress, line, "%s in the shared memory of block %u of the cluster, which has exited", what,
+            rank);
+    current_fiber->reached_peers = clocks_[fiber.thread];
+    return check_shared(fibers_[rank * launch_.threads], address, bytes, alignment, what, line);
+  }
+
   uint32_t check_shared(const Fiber& fiber, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what,
                         int line) {
     if (address % alignment)
       fault(fiber, cudaErrorMisalignedAddress, line, "%s at shared address 0x%x, which is not %u-byte aligned", what,
             address, alignment);
-    const uint32_t offset = address - SHARED_BASE;
-    if (address < SHARED_BASE || offset > launch_.shared_bytes || launch_.shared_bytes - offset < bytes)
+    const uint32_t window = fiber.rank * SHARED_WINDOW, offset = address - SHARED_BASE - window;
+    if (address < SHARED_BASE + window || offset > launch_.shared_bytes || launch_.shared_bytes - offset < bytes)
       fault(fiber, cudaErrorIllegalAddress, line, "%s of %u bytes at shared offset %d of a block with %u bytes", what,
             bytes, static_cast<int>(offset), launch_.shared_bytes);
-    return offset;
+    return offset + window;
   }
 
   // Whether a thread may read what was written there, and when.
@@ -1046,13 +1086,23 @@ class Block {
     }
   }
 
+  // A block that exits gives up its shared memory: what other blocks did with it must have come before.
+  void check_peers_at_exit(const Fiber& last) {
+    for (uint32_t t = 0; t < threads_; t++) {
+      const Fiber& other = fibers_[t];
+      if (other.rank != last.rank && other.reached_peers && !knows(last, t, other.reached_peers))
+        fault(last, cudaErrorIllegalAddress, last.line,
+              "the block exits with no barrier since thread %u of another block accessed its shared memory", t);
+    }
+  }
+
   void check_named_barriers_at_exit() {
-    for (uint32_t i = 1; i < NAMED_BARRIERS; i++) {
+    for (uint32_t i = 0; i < launch_.cluster * NAMED_BARRIERS; i++) {
       const NamedBarrier& barrier = named_barriers_[i];
       if (!barrier.arrived) continue;
       char text[320];
       snprintf(text, sizeof text, "block (%u,%u,%u) exits while named barrier %u of line %d has %u of %u threads", index_.x,
-               index_.y, index_.z, i, barrier.line, barrier.arrived, barrier.expected);
+               index_.y, index_.z, i % NAMED_BARRIERS, barrier.line, barrier.arrived, barrier.expected);
       launch_.fault(cudaErrorLaunchFailure, text);
       return;
     }
@@ -1106,6 +1156,7 @@ class Block {
   dim3 index_;
   bool faulted_;
   uint32_t alive_, barrier_arrived_, mbarrier_count_;
+  uint32_t block_alive_[MAX_CLUSTER];
   uint32_t bulk_count_;
   uint64_t operands_version_;  // of what the operation that reads its operands has read
   Word operand_word_;          // the last one of these, which it may read
@@ -1116,9 +1167,9 @@ class Block {
   uint32_t fruitless_polls_ = 0;
 
   Warp warps_[MAX_WARPS];
-  Mbarrier mbarriers_[MAX_MBARRIERS];
+  Mbarrier mbarriers_[MAX_CLUSTER * MAX_MBARRIERS];
   BulkOperation bulk_operations_[MAX_BULK_OPERATIONS];
-  NamedBarrier named_barriers_[NAMED_BARRIERS];
+  NamedBarrier named_barriers_[MAX_CLUSTER * NAMED_BARRIERS];
   Fiber* const fibers_;
   uint32_t* const known_;            // (threads, participants)
   uint32_t* const told_to_all_;      // (participants): what the last block barrier told everybody

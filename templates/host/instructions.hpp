@@ -12,9 +12,9 @@ namespace bwdtune_host __attribute__((visibility("hidden"))) {
 unsigned thread_x() { return current_fiber->thread_index.x; }
 unsigned thread_y() { return current_fiber->thread_index.y; }
 unsigned thread_z() { return current_fiber->thread_index.z; }
-unsigned block_x() { return current_fiber->block->index().x; }
-unsigned block_y() { return current_fiber->block->index().y; }
-unsigned block_z() { return current_fiber->block->index().z; }
+unsigned block_x() { return current_fiber->block->index(current_fiber->rank).x; }
+unsigned block_y() { return current_fiber->block->index(current_fiber->rank).y; }
+unsigned block_z() { return current_fiber->block->index(current_fiber->rank).z; }
 unsigned block_size_x() { return current_fiber->block->launch().block.x; }
 unsigned block_size_y() { return current_fiber->block->launch().block.y; }
 unsigned block_size_z() { return current_fiber->block->launch().block.z; }
@@ -31,6 +31,7 @@ using bwdtune_host::current_fiber;
 using bwdtune_host::Fiber;
 using bwdtune_host::Launch;
 using bwdtune_host::Quad;
+using bwdtune_host::Reach;
 using bwdtune_host::Warp;
 using bwdtune_host::WARP_SIZE;
 using bwdtune_host::WarpInstruction;
@@ -39,8 +40,6 @@ using bwdtune_host::Words;
 inline Block& block() { return *current_fiber->block; }
 
 // ---- threads ----
-
-void sync_threads(int line) { block().sync_threads(line); }
 
 template <class Operands>
 Operands& operands_of(Warp& warp, uint32_t lane) {
@@ -90,6 +89,15 @@ void named_barrier_arrive(int barrier, int threads, int line) {
   block().execute_in_warp(BAR_ARRIVE, &operands, line);
 }
 
+constexpr WarpInstruction SYNC_BLOCK = {bwdtune_host::BLOCK_BARRIER, execute_named_barrier};
+
+void sync_threads(int line) {
+  if (block().launch().cluster == 1) return block().sync_all(line);
+  NamedBarrierOperands operands = {0, static_cast<int>(block().launch().threads), line, 0};
+  block().execute_in_warp(SYNC_BLOCK, &operands, line);
+  block().wait_at_named_barrier(0, operands.use, line);
+}
+
 struct ShuffleOperands {
   uint32_t value, lane_mask, result;
 };
@@ -121,6 +129,8 @@ int broadcast(int value, int line) {
 }
 
 // ---- shared memory ----
+
+uint32_t shared_memory_base() { return bwdtune_host::SHARED_BASE + current_fiber->rank * bwdtune_host::SHARED_WINDOW; }
 
 void store_shared(uint32_t address, uint32_t value, int line) {
   memcpy(block().write_shared(*current_fiber, address, sizeof value, sizeof value, "st.shared", line), &value, sizeof value);
@@ -251,8 +261,9 @@ void mbarrier_wait(uint32_t barrier, uint32_t parity, int line) {
 }
 
 // The mbarrier that an asynchronous copy is to complete on.
-inline bwdtune_host::Mbarrier& mbarrier_of_copy(uint32_t barrier, const char* what, int line) {
-  bwdtune_host::Mbarrier& mbarrier = block().mbarrier_at(barrier, what, line);
+inline bwdtune_host::Mbarrier& mbarrier_of_copy(uint32_t barrier, const char* what, int line,
+                                                Reach reach = Reach::OWN_BLOCK) {
+  bwdtune_host::Mbarrier& mbarrier = block().mbarrier_at(barrier, what, line, reach);
   if (!mbarrier.fenced)
     block().fault(*current_fiber, cudaErrorLaunchFailure, line,
                   "%s completes on an mbarrier whose initialiser has not called mbarrier_fence_init", what);
@@ -325,14 +336,16 @@ inline void check_box(const bwdtune_host::TensorMap& tensor, uint32_t rank, int 
 }
 
 template <uint32_t RANK>
-void tma_load(uint32_t destination, const CUtensorMap* map, const int (&coordinates)[RANK], uint32_t barrier, int line) {
+void tma_load(uint32_t destination, const CUtensorMap* map, const int (&coordinates)[RANK], uint32_t barrier, int line,
+              Reach reach = Reach::OWN_BLOCK) {
   const bwdtune_host::TensorMap& tensor = tensor_map_of(map, line);
   check_box(tensor, RANK, line);
-  bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(barrier, "cp.async.bulk.tensor", line);
+  bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(barrier, "cp.async.bulk.tensor", line, reach);
   const uint32_t bytes = box_bytes(tensor);
   // A swizzle's pattern repeats every 8 of its rows; a destination inside of it would shift the data against the reader's.
   const uint32_t alignment = tensor.swizzle_bytes > 16 ? 8u * tensor.swizzle_bytes : 128u;
-  uint8_t* to = block().write_shared(*current_fiber, destination, bytes, alignment, "cp.async.bulk.tensor", line, &mbarrier);
+  uint8_t* to =
+      block().write_shared(*current_fiber, destination, bytes, alignment, "cp.async.bulk.tensor", line, &mbarrier, reach);
   for_each_box_row(tensor, coordinates, [&](const uint8_t* row, uint32_t at) {
     copy_box_row(tensor, to + at, destination + at, row, coordinates[0], line);
   });
@@ -357,6 +370,65 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
   bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(barrier, what, line);
   block().check_global(source, bytes, 16, false, what, line);
   memcpy(block().write_shared(*current_fiber, destination, bytes, 16, what, line, &mbarrier), source, bytes);
+  block().mbarrier_complete_tx(mbarrier, bytes, line);
+}
+
+// ---- clusters ----
+
+uint32_t cluster_rank() { return current_fiber->rank; }
+
+void sync_cluster(int line) { block().sync_all(line); }
+
+uint32_t map_shared(uint32_t address, uint32_t rank, int line) {
+  if (rank >= block().launch().cluster)
+    block().fault(*current_fiber, cudaErrorIllegalAddress, line, "mapa to block %u of a cluster of %u", rank,
+                  block().launch().cluster);
+  return address + (rank - current_fiber->rank) * bwdtune_host::SHARED_WINDOW;
+}
+
+template <class Value>
+void write_in_cluster(uint32_t mapped, const Value& value, int line) {
+  memcpy(block().write_shared(*current_fiber, mapped, sizeof value, sizeof value, "st.shared::cluster", line, nullptr,
+                              Reach::CLUSTER),
+         &value, sizeof value);
+}
+
+void store_in_cluster(uint32_t mapped, uint32_t value, int line) { write_in_cluster(mapped, value, line); }
+void store_in_cluster(uint32_t mapped, uint4 value, int line) { write_in_cluster(mapped, value, line); }
+
+void mbarrier_arrive_in_cluster(uint32_t mapped, bool arrives, int line) {
+  if (arrives) block().mbarrier_arrive(mapped, line, Reach::CLUSTER);
+}
+
+template <uint32_t RANK>
+void tma_load_multicast(uint32_t destination, const CUtensorMap* map, const int (&coordinates)[RANK], uint32_t barrier,
+                        uint16_t blocks, int line) {
+  for (uint32_t rank = 0; blocks >> rank; rank++)
+    if (blocks >> rank & 1)
+      tma_load(map_shared(destination, rank, line), map, coordinates, map_shared(barrier, rank, line), line, Reach::CLUSTER);
+}
+
+void tma_load_4d_multicast(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t barrier,
+                           uint16_t blocks, int line) {
+  tma_load_multicast(destination, map, {c0, c1, c2, c3}, barrier, blocks, line);
+}
+
+void tma_load_5d_multicast(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4,
+                           uint32_t barrier, uint16_t blocks, int line) {
+  tma_load_multicast(destination, map, {c0, c1, c2, c3, c4}, barrier, blocks, line);
+}
+
+void bulk_copy_in_cluster(uint32_t mapped_destination, uint32_t source, uint32_t bytes, uint32_t mapped_barrier, int line) {
+  const char* what = "cp.async.bulk.shared::cluster";
+  Fiber& fiber = *current_fiber;
+  if (!bytes || bytes % 16)
+    block().fault(fiber, cudaErrorLaunchFailure, line, "%s of %u bytes: they must be a multiple of 16", what, bytes);
+  bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(mapped_barrier, what, line, Reach::CLUSTER);
+  block().begin_operands();
+  for (uint32_t at = 0; at < bytes; at += 16) block().read_shared_async(fiber, source + at, 16, what, line);
+  uint8_t* to = block().write_shared(fiber, mapped_destination, bytes, 16, what, line, &mbarrier, Reach::CLUSTER);
+  memcpy(to, block().shared_at(source), bytes);
+  block().publish_to(mbarrier);
   block().mbarrier_complete_tx(mbarrier, bytes, line);
 }
 
@@ -671,7 +743,7 @@ void wgmma_wait(uint32_t left, int line) { block().execute_in_warp(WGMMA_WAIT, &
 class MatrixDescriptor {
  public:
   MatrixDescriptor(uint64_t bits, bool transposed, int line)
-      : start_((bits & 0x3fff) << 4),
+      : start_(((bits & 0x3fff) << 4) + current_fiber->rank * bwdtune_host::SHARED_WINDOW),
         leading_((bits >> 16 & 0x3fff) << 4),
         stride_((bits >> 32 & 0x3fff) << 4),
         mode_(bits >> 62),

@@ -102,15 +102,15 @@ inline void* run_blocks(void* argument) {
   Launch& launch = *static_cast<Launch*>(argument);
   void* memory = malloc(sizeof(Block));
   Block* block = memory ? new (memory) Block(launch) : nullptr;
-  const uint64_t blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
+  const uint64_t clusters = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z / launch.cluster;
   // Kernels round to nearest even and keep subnormals, whatever the caller's thread has set.
   fenv_t callers;
   fegetenv(&callers);
   fesetenv(FE_DFL_ENV);
   if (!block || !block->allocated()) launch.fault(cudaErrorMemoryAllocation, "out of memory for the threads of a block");
   while (!__atomic_load_n(&launch.faulted, __ATOMIC_ACQUIRE)) {
-    const uint64_t number = __atomic_fetch_add(&launch.next_block, 1, __ATOMIC_RELAXED);
-    if (number >= blocks) break;
+    const uint64_t number = __atomic_fetch_add(&launch.next_cluster, 1, __ATOMIC_RELAXED);
+    if (number >= clusters) break;
     block->run(number);
   }
   if (block) block->~Block();
@@ -148,8 +148,24 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, void (*
   state.threads = static_cast<uint32_t>(threads);
   state.shared_bytes = static_cast<uint32_t>(config.dynamicSmemBytes);
   state.race_check = setting("BWDTUNE_HOST_RACECHECK", 0) != 0;
-  for (unsigned i = 0; i < config.numAttrs; i++)
-    if (config.attrs[i].val.programmaticStreamSerializationAllowed) state.overlaps = true;
+  state.cluster = 1;
+  for (unsigned i = 0; i < config.numAttrs; i++) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      state.overlaps = attribute.val.programmaticStreamSerializationAllowed != 0;
+    } else if (attribute.id == cudaLaunchAttributeClusterDimension) {
+      const auto& cluster = attribute.val.clusterDim;
+      state.cluster = cluster.x;
+      if (cluster.x < 1 || cluster.x > MAX_CLUSTER || cluster.y != 1 || cluster.z != 1 || grid.x % cluster.x ||
+          (cluster.x > 1 && (threads % WARP_SIZE || threads * cluster.x > MAX_WARPS * WARP_SIZE))) {
+        name_kernel(kernel, name, sizeof name);
+        return refuse(cudaErrorInvalidClusterSize,
+                      "%s: clusters of (%u,%u,%u) in a grid of (%u,%u,%u): the host target has clusters of up to (%u,1,1), of "
+                      "whole warps and %u threads in all, and the grid must be a multiple of them",
+                      name, cluster.x, cluster.y, cluster.z, grid.x, grid.y, grid.z, MAX_CLUSTER, MAX_WARPS * WARP_SIZE);
+      }
+    }
+  }
   state.invoke = invoke;
   state.call = call;
   state.buffers = &registered_buffers;

@@ -12,8 +12,9 @@
 
 namespace bwdtune_host __attribute__((visibility("hidden"))) {
 
-// Where dynamic shared memory begins: as on a card, address 0 is not part of it.
-constexpr uint32_t SHARED_BASE = 1024;
+// Where dynamic shared memory begins: as on a card, address 0 is not part of it. That of a cluster's next block is so much
+// further on: a multiple of what wgmma's descriptors count addresses by.
+constexpr uint32_t SHARED_BASE = 1024, SHARED_WINDOW = 1 << 18;
 
 // threadIdx.x and its like: read where they are used, as the thread changes under them.
 template <unsigned (*READ)()>
@@ -140,7 +141,7 @@ inline float shuffle_xor(float value, int lane_mask, int line = __builtin_LINE()
 
 // ---- shared memory ----
 
-inline uint32_t shared_memory_base() { return bwdtune_host::SHARED_BASE; }
+uint32_t shared_memory_base();
 
 void store_shared(uint32_t address, uint32_t value, int line = __builtin_LINE());
 void store_shared(uint32_t address, float4 value, int line = __builtin_LINE());
@@ -200,6 +201,27 @@ void tma_load_4d(uint32_t destination, const CUtensorMap* map, int c0, int c1, i
 void tma_load_5d(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4, uint32_t barrier,
                  int line = __builtin_LINE());
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, int line = __builtin_LINE());
+
+// ---- clusters ----
+
+uint32_t cluster_rank();
+void sync_cluster(int line = __builtin_LINE());
+uint32_t map_shared(uint32_t address, uint32_t rank, int line = __builtin_LINE());
+void store_in_cluster(uint32_t mapped, uint32_t value, int line = __builtin_LINE());
+void store_in_cluster(uint32_t mapped, uint4 value, int line = __builtin_LINE());
+void mbarrier_arrive_in_cluster(uint32_t mapped, bool arrives, int line = __builtin_LINE());
+inline void mbarrier_release_in_cluster(uint32_t mapped, int line = __builtin_LINE()) {
+  mbarrier_arrive_in_cluster(mapped, true, line);
+}
+inline void mbarrier_wait_in_cluster(uint32_t barrier, uint32_t parity, int line = __builtin_LINE()) {
+  mbarrier_wait(barrier, parity, line);
+}
+void tma_load_4d_multicast(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3, uint32_t barrier,
+                           uint16_t blocks, int line = __builtin_LINE());
+void tma_load_5d_multicast(uint32_t destination, const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4,
+                           uint32_t barrier, uint16_t blocks, int line = __builtin_LINE());
+void bulk_copy_in_cluster(uint32_t mapped_destination, uint32_t source, uint32_t bytes, uint32_t mapped_barrier,
+                          int line = __builtin_LINE());
 
 // ---- copies from shared memory ----
 

@@ -45,6 +45,7 @@ NOT_EVERYWHERE = {
     **{("wgmma", "split_accumulators", head_dim, "sm_90a"): {True} for head_dim in (64, 128)},
     **{("wgmma", "dout_stages", head_dim, "sm_90a"): {1} for head_dim in (64, 128)},
     **{("wgmma", "p_first", head_dim, "sm_90a"): {True} for head_dim in (64, 128)},
+    **{("wgmma", "cluster_size", head_dim, "sm_90a"): {2} for head_dim in (64, 128)},
 }
 
 
@@ -65,7 +66,8 @@ def valid_set(problem: Problem, device: Device) -> frozenset[Config]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_points_of_the_space(preset: str) -> None:
-    head_dims = {"w128": (64, 0), "w64split": (256, 0), "w64bulk": (256, 0), "w64mla": (192, 128)}.get(preset, (128, 0))
+    of_preset = {"w128": (64, 0), "w64split": (256, 0), "w64bulk": (256, 0), "w64pair": (256, 0), "w64mla": (192, 128)}
+    head_dims = of_preset.get(preset, (128, 0))
     problem = dataclasses.replace(SEED, head_dim=head_dims[0], value_head_dim=head_dims[1])
     config = PRESETS[preset]
     assert refusal(problem, config, H200) is None
@@ -273,6 +275,23 @@ def test_accumulators_are_split_above_head_dim_128(head_dim: int, changes: dict[
 )
 def test_head_dims_of_values(head_dims: str, config: str, said: str | None) -> None:
     reason = refusal(Problem.parse(f"4_16_4096_{head_dims}", causal=True), parse_config(config), H200)
+    assert reason is None if said is None else said in (reason or "")
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "config", "said"),
+    [
+        ("200", "w64pair", None),
+        ("256", "w64pair", None),
+        ("192", "w64pair", "head_dims 192 and 192: a cluster's consumers divide four panels"),
+        ("256x128", "w64pair", "head_dims 256 and 128: a cluster's consumers divide four panels"),
+        ("256", "w64pair dout_stages=2", "room for one stage of dO: 2"),
+        ("256", "w64pair dq_bulk_reduce", "no room to stage dQ"),
+        ("128", "w64pair split_accumulators=0 dout_stages=2", "clusters are of blocks with 64 keys each"),
+    ],
+)
+def test_clusters_are_for_head_dims_above_192(head_dims: str, config: str, said: str | None) -> None:
+    reason = refusal(Problem.parse(f"8_16_4096_{head_dims}", causal=True), parse_config(config), H200)
     assert reason is None if said is None else said in (reason or "")
 
 

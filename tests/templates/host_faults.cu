@@ -586,11 +586,68 @@ __global__ void bulk_copy_of_odd_bytes(const __grid_constant__ Arguments a) {
   ptx::mbarrier_wait(barrier(), 0);
 }
 
-#define CASE(name) {#name, {name<false>, name<true>}}
+// ---- clusters of two blocks ----
+
+uint32_t peers(uint32_t address) { return ptx::map_shared(address, ptx::cluster_rank() ^ 1); }
+
+template <bool FAULT>
+__global__ void store_to_another_block(const __grid_constant__ Arguments) {
+  const uint32_t to = peers(tile() + 4 * threadIdx.x);
+  if (FAULT)
+    ptx::store_shared(to, 1u);
+  else
+    ptx::store_in_cluster(to, 1u);
+  ptx::sync_cluster();
+}
+
+template <bool FAULT>
+__global__ void block_that_is_not_there(const __grid_constant__ Arguments) {
+  ptx::map_shared(tile(), FAULT ? 2 : 1);
+}
+
+template <bool FAULT>
+__global__ void exit_before_the_other_blocks_store(const __grid_constant__ Arguments) {
+  if (ptx::cluster_rank() == 0) ptx::store_in_cluster(peers(tile() + 4 * threadIdx.x), 1u);
+  if (!FAULT) ptx::sync_cluster();
+}
+
+template <bool FAULT>
+__global__ void copy_to_a_block_of_what_is_not_fenced(const __grid_constant__ Arguments) {
+  if (first()) ptx::mbarrier_init(barrier(), 1);
+  ptx::mbarrier_fence_init();
+  if (first()) {
+    for (uint32_t i = 0; i < 4; i++) ptx::store_shared(tile() + 4 * i, i);
+    if (!FAULT) ptx::fence_proxy_async_shared();
+  }
+  ptx::sync_cluster();
+  if (first()) {
+    ptx::mbarrier_arrive_expect_tx(barrier(), 16);
+    ptx::bulk_copy_in_cluster(peers(tile() + 16), tile(), 16, peers(barrier()));
+    ptx::mbarrier_wait(barrier(), 0);
+    ptx::load_shared<uint4>(tile() + 16);
+  }
+  ptx::sync_cluster();
+}
+
+// A block's own barrier does not order what another block does.
+template <bool FAULT>
+__global__ void race_of_two_blocks(const __grid_constant__ Arguments) {
+  if (ptx::cluster_rank() == 0) ptx::store_in_cluster(peers(tile() + 4 * threadIdx.x), 1u);
+  if (FAULT)
+    ptx::sync_threads();
+  else
+    ptx::sync_cluster();
+  if (ptx::cluster_rank() == 1) ptx::load_shared<uint32_t>(tile() + 4 * threadIdx.x);
+  ptx::sync_cluster();
+}
+
+#define CASE(name) {#name, {name<false>, name<true>}, 1}
+#define CLUSTER_CASE(name) {#name, {name<false>, name<true>}, 2}
 
 struct Case {
   const char* name;
   void (*kernels[2])(Arguments);
+  unsigned cluster;
 } const CASES[] = {
     CASE(shared_read_outside),
     CASE(shared_write_outside),
@@ -643,6 +700,10 @@ struct Case {
     CASE(turn_of_what_is_read_only),
     CASE(turn_with_no_fence),
     CASE(store_with_no_fence_after_a_turn),
+    CLUSTER_CASE(store_to_another_block),
+    CLUSTER_CASE(block_that_is_not_there),
+    CLUSTER_CASE(exit_before_the_other_blocks_store),
+    CLUSTER_CASE(copy_to_a_block_of_what_is_not_fenced),
     CASE(race_of_write_and_read),
     CASE(race_of_two_writes),
     CASE(race_of_read_and_write),
@@ -652,6 +713,7 @@ struct Case {
     CASE(race_within_a_warp),
     CASE(race_past_a_named_barrier),
     CASE(race_of_one_lanes_arrival),
+    CLUSTER_CASE(race_of_two_blocks),
 };
 
 }  // namespace
@@ -688,6 +750,11 @@ int run_case(unsigned index, int fault, void* input, float* readable, float* wri
   config.gridDim = dim3(2);
   config.blockDim = dim3(THREADS);
   config.dynamicSmemBytes = SHARED_BYTES;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {CASES[index].cluster, 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, CASES[index].kernels[fault], arguments);
 }
 

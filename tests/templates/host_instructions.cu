@@ -5,8 +5,13 @@ namespace {
 
 template <class Arguments>
 int launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned blocks = 1, unsigned threads = 32,
-           size_t shared_bytes = 0) {
+           size_t shared_bytes = 0, unsigned cluster = 1) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {cluster, 1, 1};
   cudaLaunchConfig_t config = {};
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
@@ -37,6 +42,42 @@ __global__ void ldmatrix_kernel(const __grid_constant__ Ldmatrix a) {
   else
     ptx::ldmatrix_x4(fragment, address);
   for (int i = 0; i < 4; i++) ptx::store_global(a.fragments + 4 * threadIdx.x + i, fragment[i]);
+}
+
+// Each block of a cluster tells the other one its index by a store, and copies 64 words of it to there; both get what one
+// loads for the cluster.
+struct Exchange {
+  CUtensorMap map;  // boxes of 8 rows of 16 bytes
+  uint32_t* out;    // (blocks, 1 + 64 + 32)
+};
+
+__global__ void exchange_kernel(const __grid_constant__ Exchange a) {
+  const uint32_t shared = ptx::shared_memory_base(), rank = ptx::cluster_rank(), peer = rank ^ 1;
+  const uint32_t own = shared, copied = shared + 256, loaded = shared + 512, told = shared + 640;
+  const uint32_t arrived = told + 16, stored = arrived + 8;
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(arrived, 1);
+    ptx::mbarrier_init(stored, 1);
+    ptx::mbarrier_fence_init();
+    for (uint32_t i = 0; i < 64; i++) ptx::store_shared(own + 4 * i, 100 * blockIdx.x + i);
+    ptx::fence_proxy_async_shared();
+  }
+  ptx::sync_cluster();
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_arrive_expect_tx(arrived, 256 + 128);
+    ptx::bulk_copy_in_cluster(ptx::map_shared(copied, peer), own, 256, ptx::map_shared(arrived, peer));
+    if (rank == 1) ptx::tma_load_4d_multicast(loaded, &a.map, 0, 8, 0, 0, arrived, 3);
+    ptx::store_in_cluster(ptx::map_shared(told, peer), blockIdx.x);
+    ptx::mbarrier_release_in_cluster(ptx::map_shared(stored, peer));
+  }
+  ptx::mbarrier_wait(arrived, 0);
+  ptx::mbarrier_wait_in_cluster(stored, 0);
+  uint32_t* out = a.out + blockIdx.x * 97;
+  if (threadIdx.x == 0) ptx::store_global(out, ptx::load_shared<uint32_t>(told));
+  for (uint32_t i = threadIdx.x; i < 64; i += blockDim.x)
+    ptx::store_global(out + 1 + i, ptx::load_shared<uint32_t>(copied + 4 * i));
+  ptx::store_global(out + 65 + threadIdx.x, ptx::load_shared<uint32_t>(loaded + 4 * threadIdx.x));
+  ptx::sync_cluster();
 }
 
 // A bulk copy, handed from the warp that waits for it to another one by a named barrier, and on by an mbarrier's arrivals.
@@ -392,6 +433,10 @@ int run_box(const CUtensorMap* map, uint32_t* out, int rank, const int* coordina
 
 int run_ring(const CUtensorMap* map, uint32_t* out, int rounds) {
   return launch(ring_kernel, Ring{*map, out, rounds}, 1, 32, 2 * 128 + 2 * 8);
+}
+
+int run_exchange(const CUtensorMap* map, uint32_t* out, unsigned blocks, unsigned cluster) {
+  return launch(exchange_kernel, Exchange{*map, out}, blocks, 32, 672, cluster);
 }
 
 int run_add(float* sums, const float* values, int vector, unsigned blocks, unsigned threads) {

@@ -121,6 +121,16 @@ FAULTS: dict[str, tuple[int, str]] = {
         FAILURE,
         r"a bulk copy with no proxy fence since this thread waited for a word of global memory",
     ),
+    "store_to_another_block": (ADDRESS, r"st\.shared of 4 bytes at shared offset -?262144 of a block with 4112 bytes"),
+    "block_that_is_not_there": (ADDRESS, r"mapa to block 2 of a cluster of 2"),
+    "exit_before_the_other_blocks_store": (
+        ADDRESS,
+        r"no barrier since thread \d+ of another block accessed its shared memory|of the cluster, which has exited",
+    ),
+    "copy_to_a_block_of_what_is_not_fenced": (
+        FAILURE,
+        r"cp\.async\.bulk\.shared::cluster reads shared offset 0, which thread 0 wrote at line \d+ with no proxy fence",
+    ),
 }
 
 RACES: dict[str, str] = {
@@ -133,6 +143,7 @@ RACES: dict[str, str] = {
     "race_within_a_warp": r"race: ldmatrix reads shared offset \d+, which thread \d+ wrote",
     "race_past_a_named_barrier": r"race: ldmatrix reads shared offset \d+, which thread \d+ wrote",
     "race_of_one_lanes_arrival": r"race: ldmatrix reads shared offset \d+, which thread \d+ wrote",
+    "race_of_two_blocks": r"race: ld\.shared reads shared offset \d+, which thread \d+ wrote",
 }
 
 

@@ -509,6 +509,27 @@ def test_mbarrier_phases_in_a_ring(program: ctypes.CDLL, rounds: int) -> None:
     np.testing.assert_array_equal(found.view(np.uint16).ravel(), storage)
 
 
+def test_blocks_of_a_cluster_reach_each_other(program: ctypes.CDLL) -> None:
+    storage = aligned(8 * 16)
+    code, encoded = encode(program, storage, [8, 16, 1, 1], [16, 1024, 1024], [8, 8, 1, 1])
+    check(program, code)
+    found = np.zeros((4, 97), np.uint32)
+    check(program, program.run_exchange(pointer(encoded), pointer(found), 4, 2))
+    peers = np.arange(4) ^ 1
+    np.testing.assert_array_equal(found[:, 0], peers)
+    np.testing.assert_array_equal(found[:, 1:65], 100 * peers[:, None] + np.arange(64))
+    np.testing.assert_array_equal(found[:, 65:].copy().view(np.uint16), np.tile(storage[64:], (4, 1)))
+
+
+@pytest.mark.parametrize(("blocks", "cluster"), [(3, 2), (3, 3), (2, 0)])
+def test_clusters_that_the_host_target_does_not_have(program: ctypes.CDLL, blocks: int, cluster: int) -> None:
+    storage = aligned(8 * 16)
+    _, encoded = encode(program, storage, [8, 16, 1, 1], [16, 1024, 1024], [8, 8, 1, 1])
+    code = program.run_exchange(pointer(encoded), pointer(np.zeros(4 * 97, np.uint32)), blocks, cluster)
+    assert code == 912
+    assert f"clusters of ({cluster},1,1) in a grid of ({blocks},1,1)" in program.error_text(code).decode()
+
+
 ENCODE_REFUSALS = {
     "the map lies at": {"map_offset": 8},
     "data type 77": {"type": 77},

@@ -84,6 +84,10 @@ SPLIT_FEATURES: tuple[tuple[str, dict[str, object], str], ...] = (
     ("1_2_2_190x65_192", {"causal": True, "bottom_right": True}, "w64split"),
     ("2_2_1_131_200", {"causal": True, "varlen": True, "dtype": "fp16"}, "w64split"),
     ("2_2_1_131_136", {"window_left": 30, "varlen": True, "deterministic": True}, "w64bulk"),
+    # Clusters: the second block's keys past the end, or hidden from the first queries.
+    ("1_4_2_131x190_256", {}, "w64pair"),
+    ("1_2_2_190x261_200", {"causal": True, "dtype": "fp16"}, "w64pair lse_delta_k_step=0"),
+    ("2_2_1_131_256", {"window_left": 40, "varlen": True}, "w64pair v_fragments=3"),
 )
 
 
@@ -627,6 +631,20 @@ SPLIT_BULK_MUTATIONS = {
     "a panel of dQ is not copied": ("panel < first_dq_panel(warpgroup + 1)", "panel < first_dq_panel(warpgroup) + 1"),
 }
 
+PAIR_PROBLEM = dataclasses.replace(SPLIT_ACCUMULATORS_PROBLEM, head_dim=200)
+PAIR_MUTATIONS = {
+    "the other block's dS is not waited for": ("block.wait_full<STAGES>(PEER_DS_FULL, tile - 1);", ""),
+    "dS over what goes to the other block": ("block.wait_empty<STAGES>(PEER_DS_EMPTY, tile);", ""),
+    "dP is not waited for, and dO is given back before": (
+        "issue_scores(dp, tile);\n        ptx::wgmma_wait<0>();",
+        "issue_scores(dp, tile);",
+    ),
+    "a block exits before the other one's last arrival": ("  ptx::sync_cluster();\n}", "}"),
+    "a half of Q and dO is for one block alone": ("barrier, BOTH_BLOCKS)", "barrier, 1 << block.rank())"),
+    "the columns of dQ of one block alone": ("first_panel = block.rank() * SHARED_PANELS + ", "first_panel = "),
+    "own keys in the place of the other block's": ("item.kv_start + block.peer()", "item.kv_start + block.rank()"),
+}
+
 BULK = dataclasses.replace(PRESETS["t64"], dq_bulk_reduce=True)
 BULK_OF_TWO_GROUPS = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, dq_bulk_reduce=True)
 DETERMINISTIC_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, deterministic=True)
@@ -895,6 +913,7 @@ FAULTS: dict[str, Fault] = {
         for preset, changes in (("w64split", SPLIT_ACCUMULATORS_MUTATIONS), ("w64bulk", SPLIT_BULK_MUTATIONS))
         for name, change in changes.items()
     },
+    **{name: (PRESETS["w64pair"], PAIR_PROBLEM, *change) for name, change in PAIR_MUTATIONS.items()},
     **DQ_MUTATIONS,
     **{name: (PRESETS[preset], ROWS_PROBLEM, *change) for name, (preset, *change) in ROW_MUTATIONS.items()},
 }

@@ -29,7 +29,7 @@ OTHERS = (
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 WINDOW = Problem.parse("8_16_4096_72", window_left=50, window_right=20, bottom_right=True)
-OF_OTHER_HEAD_DIMS = {"w128", "w64split", "w64bulk", "w64mla"}
+OF_OTHER_HEAD_DIMS = {"w128", "w64split", "w64bulk", "w64mla", "w64pair"}
 PLAIN = [(SEED, config) for config in (*PRESETS, *OTHERS) if config not in OF_OTHER_HEAD_DIMS]
 FEATURED = [
     (Problem.parse("8_16_4096_72"), "mma_q32_kv32_w1_s3_sw64_k0_v0_b1_r1_u0"),
@@ -68,6 +68,7 @@ FEATURED = [
     (Problem.parse("8_16_4096_64"), "wgmma_q128_f1_l1_v0_r0_m0_c1_h8_d1"),
     (Problem.parse("8_16_4096_64"), "w128"),
     (Problem.parse("8_16_4096_256", causal=True), "w64split"),
+    (Problem.parse("8_16_4096_256", causal=True), "w64pair"),
     (Problem.parse("8_16_4096_192", causal=True, deterministic=True), "w64bulk"),
     (Problem.parse("8_16_4096_192x128", causal=True), "w64mla"),
     (Problem.parse("8_16_4096_136x64", causal=True, deterministic=True), "w64mla lse_delta_k_step=1"),
@@ -122,6 +123,7 @@ UNJUDGED = {
     "wgmma_q64_f0_l1_v0_r1_m0_c1_h8": WARPGROUPS,
     "wgmma_q64_f0_l0_v0_r0_m0_c1_h8": WARPGROUPS,
     "wgmma_q80_f0_l1_v0_r0_m0_c1_h8": "racecheck 2025.3 reports it as it does those of 64; no later one was asked",
+    "w64pair": "no racecheck was asked about clusters",
     "w64mla": "its lanes read L and delta as those of the ones above do; no racecheck was asked",
     "bf16_d64_causal_br_varlen_det t128": CLEARED_ROWS,
     "bf16_d56_causal_br_varlen_lse_sink t64": CLEARED_ROWS,

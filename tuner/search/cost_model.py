@@ -137,14 +137,14 @@ def predict(
     work = config.tile_work(problem)
     # Nobody waits for what is added to dQ, until there is more of it than L2 takes.
     adds_per_clock = _ADDS[work.dq_vector] if work.dq_vector else _BULK_ADDS
-    adding = config.block_q * problem.head_dim / adds_per_clock
+    adding = config.block_q * problem.head_dim / work.blocks / adds_per_clock
     if problem.bias_is_summed and not problem.deterministic and problem.bias_shape[2] > 1:
-        adding += config.block_q * config.block_kv / _ADDS[_BIAS_VECTOR]
+        adding += config.block_q * config.block_kv / work.blocks / _ADDS[_BIAS_VECTOR]
     tile = _norm(_ASYNCHRONOUS_OVERLAP, _tile_cycles(problem, config, work, sm), adding)
-    # K, V, dK and dV
-    key_tile_bytes = 2 * config.block_kv * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
+    # K, V, dK and dV of a block.
+    key_tile_bytes = 2 * config.block_kv * (problem.head_dim + problem.head_dim_v) * problem.element_bytes / work.blocks
     block = clock_ghz * (_BLOCK_NS + key_tile_bytes * device.sm_count / device.bandwidth_tb_s / 1000)
-    cycles = _grid_cycles(problem, config, device.sm_count, blocks, tile, block)
+    cycles = _grid_cycles(problem, config, device.sm_count // work.blocks, blocks, tile, block)
     if work.one_warp_converts:
         converted = problem.query_elements * ACCUMULATOR_BYTES / device.sm_count / _CONVERTED_BYTES_NS * clock_ghz
         cycles = _norm(_OVERLAP, cycles, converted)
@@ -213,7 +213,7 @@ def _tile_cycles(problem: Problem, config: Config, work: TileWork, sm: _Sm) -> f
 
 def _load(problem: Problem, config: Config, work: TileWork, phase: Phase, sm: _Sm) -> _Load:
     """Of each unit."""
-    scores = config.block_q * config.block_kv
+    scores = config.block_q * config.block_kv // work.blocks
     if work.asynchronous:
         tensor = 2 * scores * phase.products / sm.peak_flops
     else:

@@ -36,7 +36,7 @@ def flash_attn_func(
     Args:
         q: (B, Sq, Hq, D).
         k: (B, Skv, Hkv, D); Hkv divides Hq.
-        v: (B, Skv, Hkv, D).
+        v: (B, Skv, Hkv, Dv).
         dropout_p: Must be 0.
         softmax_scale: 1/sqrt(D) by default.
         causal: Query i sees no key past ``i + Skv - Sq``.
@@ -48,7 +48,7 @@ def flash_attn_func(
         return_attn_probs: Whether to return more than the output, as FlashAttention does without dropout.
 
     Returns:
-        (B, Sq, Hq, D), contiguous. With `return_attn_probs` that, the log-sum-exp, and None in the place of
+        (B, Sq, Hq, Dv), contiguous. With `return_attn_probs` that, the log-sum-exp, and None in the place of
         probabilities. The log-sum-exp is (B, Hq, Sq), fp32; here it is differentiable, and where a query sees no key
         minus infinity. With slopes and a causal mask FlashAttention's lacks ``slope * (i + Skv - Sq)``, which no output
         depends on.
@@ -88,7 +88,7 @@ def flash_attn_varlen_func(
     Args:
         q: (Tq, Hq, D): the rows of all sequences.
         k: (Tkv, Hkv, D).
-        v: (Tkv, Hkv, D).
+        v: (Tkv, Hkv, Dv).
         cu_seqlens_q: int32 (B + 1), on the device of q: where each sequence begins, and one past the end of the last.
         cu_seqlens_k: The same for k and v; the same tensor where the lengths are the same.
         max_seqlen_q: Length of the longest sequence in q, or a bound on it.
@@ -104,7 +104,7 @@ def flash_attn_varlen_func(
         block_table: Must be None.
 
     Returns:
-        (Tq, Hq, D), contiguous. With `return_attn_probs` that, the log-sum-exp, (Hq, Tq), and None.
+        (Tq, Hq, Dv), contiguous. With `return_attn_probs` that, the log-sum-exp, (Hq, Tq), and None.
 
     Raises:
         ValueError: As `flash_attn_func`, or for a paged cache.

@@ -261,7 +261,7 @@ def attention_forward(
         module: The layer's attention.
         query: (B, Hq, Sq, D).
         key: (B, Hkv, Skv, D).
-        value: (B, Hkv, Skv, D).
+        value: (B, Hkv, Skv, Dv).
         attention_mask: Of `make_mask`, or a tensor of the user's.
         dropout: Of probabilities.
         scaling: The softmax scale.
@@ -271,7 +271,7 @@ def attention_forward(
             T5; of ``FlashAttentionKwargs``, the lengths of packed sequences; the rest is PyTorch's or the model's.
 
     Returns:
-        (B, Sq, Hq, D), and None.
+        (B, Sq, Hq, Dv), and None.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if reason := _objection(query, key, value, attention_mask, dropout, others):

@@ -10,7 +10,7 @@ bottom_right=False, softcap=0.0, deterministic=None, forward="flash", sink=None,
 (out, lse)``
 
     Attention of (B, H, S, D) tensors by one forward, with `bwdtune::backward` as the derivative. ``out`` is
-    (B, Hq, Sq, D), ``lse`` (B, Hq, Sq), fp32, natural logarithm, differentiable and possibly not contiguous; where a
+    (B, Hq, Sq, Dv), ``lse`` (B, Hq, Sq), fp32, natural logarithm, differentiable and possibly not contiguous; where a
     query sees no key it is infinite, of either sign. ``sink`` is (Hq), of any floating dtype: both results count it,
     and it is differentiable. ``bias`` is (B or 1, Hq or 1, Sq or 1, Skv), in bf16, fp16 or fp32, added to the scores
     after the cap and before the mask, and differentiable; ``alibi_slopes`` is fp32, contiguous, (Hq) or (B, Hq), and
@@ -36,7 +36,8 @@ bottom_right=False, softcap=0.0, deterministic=None, forward="flash", sink=None,
       dbias)``, implemented beside it. Their fake implementations are here: ``out``, ``lse`` and ``dbias`` are
       contiguous, other gradients as `torch.empty_like` of the inputs.
 
-    Only ``"efficient"`` and the forwards of Python take a bias, only the latter take slopes.
+    Only ``"efficient"`` and the forwards of Python take a bias, only the latter take slopes. Where v has another
+    head_dim than q and k, ``"flash"``, ``"flash_window"`` and ``"cpu"`` are given columns of zeros.
 
 ``bwdtune::attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, …) -> (out, lse)``
 

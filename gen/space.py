@@ -13,7 +13,7 @@ from typing import Any
 
 from .device import Device
 from .errors import UsageError
-from .families import FAMILIES, Config
+from .families import FAMILIES, Config, Contradiction
 from .problem import VALUE_HEAD_DIM, Problem
 
 _LARGEST_HEAD_DIM = 256
@@ -24,14 +24,23 @@ _FEATURE_NAMES = {VALUE_HEAD_DIM: "head_dim of v's own"}  # those that are not c
 
 def refusal(problem: Problem, config: Config, device: Device) -> str | None:
     """Why `config` cannot serve `problem` on `device`, in words; None where it can, as far as arithmetic tells."""
-    if reason := head_dim_refusal(problem):
-        return reason
+    return (
+        head_dim_refusal(problem)
+        or _threads_refusal(config, device)
+        or config.contradiction
+        or _feature_refusal(problem, type(config))
+        or _own_refusal(problem, config, device)
+    )
+
+
+def _threads_refusal(config: Config, device: Device) -> str | None:
     if config.threads > device.max_threads_per_block:
         return f"{config.threads} threads: a block has at most {device.max_threads_per_block}"
-    if reason := config.contradiction:
-        return reason
-    if reason := _feature_refusal(problem, config):
-        return reason
+    return None
+
+
+def _own_refusal(problem: Problem, config: Config, device: Device) -> str | None:
+    """What its family says to a configuration that does not contradict itself, and what it takes too much of."""
     if reason := config.refusal(problem, device):
         return reason
     needs = config.estimate(problem)
@@ -54,16 +63,16 @@ def refusal(problem: Problem, config: Config, device: Device) -> str | None:
     return None
 
 
-def _feature_refusal(problem: Problem, config: Config) -> str | None:
+def _feature_refusal(problem: Problem, family: type[Config]) -> str | None:
     """What a problem asks for that the family's template does not have."""
     required = problem.required_features
-    lacking = [name for name in required if name not in config.features]
+    lacking = [name for name in required if name not in family.features]
     if not lacking:
         return None
-    others = [family for family, config_type in FAMILIES.items() if set(required) <= config_type.features]
+    others = [name for name, other in FAMILIES.items() if set(required) <= other.features]
     named = " and no ".join(_FEATURE_NAMES.get(name, name.replace("_", "-")) for name in lacking)
     who = f"the {' and '.join(others)} kernels do" if others else "no kernels do"
-    return f"the {config.family} kernels have no {named}: {who}"
+    return f"the {family.family} kernels have no {named}: {who}"
 
 
 def head_dim_refusal(problem: Problem) -> str | None:
@@ -88,24 +97,36 @@ def _alike(family: type[Config]) -> Iterator[tuple[int, Iterator[Config]]]:
     in_order = itemgetter(*map(names.index, family.choices))
     of_gated = [one for one in family.contradictions if set(ungated).isdisjoint(one.parameters)]
     of_both = [one for one in family.contradictions if one not in of_gated]
-    deciding = [name for name in gated if any(name in one.parameters for one in of_both)]
-    others: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}  # values of those ungated, by the deciding ones
+    places = [place for place, name in enumerate(gated) if any(name in one.parameters for one in of_both)]
+    others: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}  # values of those ungated, by those at `places`
 
     def config(point: tuple[Any, ...], other: tuple[Any, ...]) -> Config:
         return family.of_choices(dict(zip(family.choices, in_order(point + other), strict=True)))
 
-    for point in itertools.product(*(family.choices[name] for name in gated)):
-        values = dict(zip(gated, point, strict=True))
-        if any(one.among(values) for one in of_gated):
-            continue
-        key = tuple(values[name] for name in deciding)
+    for point in _without_contradictions(family, gated, of_gated):
+        key = tuple(point[place] for place in places)
         if key not in others:
+            values = dict(zip(gated, point, strict=True))
             others[key] = [
                 other
                 for other in itertools.product(*(family.choices[name] for name in ungated))
                 if not any(one.among(values | dict(zip(ungated, other, strict=True))) for one in of_both)
             ]
         yield len(others[key]), map(functools.partial(config, point), others[key])
+
+
+def _without_contradictions(
+    family: type[Config], names: list[str], contradictions: list[Contradiction]
+) -> list[tuple[Any, ...]]:
+    """All values of some parameters, in order: one parameter after another, so that few are made that contradict."""
+    points: list[tuple[Any, ...]] = [()]
+    for number, name in enumerate(names, 1):
+        points = [(*point, value) for point in points for value in family.choices[name]]
+        for one in contradictions:
+            if name in one.parameters and set(one.parameters) <= set(names[:number]):
+                values = itemgetter(*map(names.index, one.parameters))
+                points = [point for point in points if not one.holds(*values(point))]
+    return points
 
 
 def all_configs() -> Iterator[Config]:
@@ -135,10 +156,13 @@ def _judged(problem: Problem, device: Device) -> tuple[tuple[Config, ...], Count
     """
     valid: list[Config] = []
     refused: Counter[str] = Counter()
+    of_head_dim = head_dim_refusal(problem)
     for family in FAMILIES.values():
+        of_features = _feature_refusal(problem, family)
         for number, configs in _alike(family):
             first = next(configs)
-            reason = refusal(problem, first, device)
+            reason = of_head_dim or _threads_refusal(first, device) or of_features
+            reason = reason or _own_refusal(problem, first, device)
             if reason is None:
                 valid.append(first)
                 valid.extend(configs)

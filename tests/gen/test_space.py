@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 
 import pytest
 from covering import all_representatives
@@ -96,12 +97,15 @@ def test_a_space_is_judged_by_a_part_of_its_points(monkeypatch: pytest.MonkeyPat
     """A search waits for it. What is counted does not depend on what else the machine does, as seconds would."""
     card = dataclasses.replace(H200, name="a card that was not judged yet")
     judged: list[Config] = []
+    for family in FAMILIES.values():
 
-    def counted(problem: Problem, config: Config, device: Device) -> str | None:
-        judged.append(config)
-        return refusal(problem, config, device)
+        def counted(
+            config: Config, problem: Problem, device: Device, refuses: Callable[..., str | None] = family.refusal
+        ) -> str | None:
+            judged.append(config)
+            return refuses(config, problem, device)
 
-    monkeypatch.setattr(space, "refusal", counted)
+        monkeypatch.setattr(family, "refusal", counted)
     assert valid_configs(SEED, card) == valid_configs(SEED, H200)
     assert 0 < 4 * len(judged) < every_config()[0]
 

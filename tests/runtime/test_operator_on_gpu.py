@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from operator_kernels import Kernels, leaves
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from ways_in import WAYS_IN, eager, loss
 
 import bwdtune
@@ -112,6 +111,8 @@ def flash_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
 
 
 def lower_right(*inputs: torch.Tensor) -> torch.Tensor:
+    from torch.nn.attention.bias import causal_lower_right  # only here: it loads Dynamo, which takes two seconds
+
     mask = causal_lower_right(inputs[0].shape[2], inputs[1].shape[2])
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(*inputs, attn_mask=mask)

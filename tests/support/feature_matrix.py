@@ -135,6 +135,7 @@ def _with_ungated_drawn(config: Config, drawn: random.Random) -> Config:
             return changed
 
 
+@functools.cache
 def matrix() -> tuple[Kernel, ...]:
     """All of them, in a fixed order: of the mma family, which has all features, and of the others what is not plain."""
     kinds = [

@@ -12,13 +12,15 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 from ...gen.build.jobs import CompiledResources
 from ...gen.device import Device
 from ...gen.emulation import emulation
-from ...gen.families import Config, Phase, TileWork, ceil_div
+from ...gen.families import FAMILIES, Config, Phase, TileWork, ceil_div
 from ...gen.problem import ACCUMULATOR_BYTES, Problem
 from .tensor_activity import MMA_PRODUCTS, query_tiles_met
 
@@ -76,14 +78,34 @@ def ranked(problem: Problem, configs: Sequence[Config], device: Device, *, emula
     slower, so that the first few are not all of a kind.
     """
     met: Counter[int] = Counter()
-    costs = {}
-    for config in configs:
-        prediction = predict(problem, config, device, emulate=emulate)
+    costs = []
+    for prediction in _predict_all(problem, configs, device, emulate):
         cost = prediction.cycles if emulate else prediction.ms
         kind = round(math.log(cost) / _ALIKE)
-        costs[config] = cost * (1 + _REPEATED * met[kind])
+        costs.append(cost * (1 + _REPEATED * met[kind]))
         met[kind] += 1
-    return sorted(configs, key=costs.__getitem__)
+    return [configs[place] for place in sorted(range(len(configs)), key=costs.__getitem__)]
+
+
+def _predict_all(
+    problem: Problem, configs: Sequence[Config], device: Device, emulate: str | None
+) -> Iterator[Prediction]:
+    """`predict` of each: of a hundred thousand, a few thousand differ in what it sees."""
+    needs = {
+        name: itemgetter(*(parameter for parameter, one in family.parameters.items() if one.affects_validity))
+        for name, family in FAMILIES.items()
+    }
+    blocks: dict[tuple[Any, ...], int] = {}
+    predictions: dict[tuple[Any, ...], Prediction] = {}
+    for config in configs:
+        needing = (config.family, needs[config.family](vars(config)))
+        if needing not in blocks:
+            blocks[needing] = _resident_blocks(problem, config, device, None)
+        work = config.tile_work(problem)
+        seen = (work, blocks[needing], config.threads, config.block_q, config.block_kv)
+        if seen not in predictions:
+            predictions[seen] = _predict(problem, config, device, work, blocks[needing], 0, emulate)
+        yield predictions[seen]
 
 
 @dataclass(frozen=True)
@@ -125,16 +147,30 @@ def predict(
         resources: What the compiler made of it; None estimates the registers, and takes it to spill nothing.
         emulate: The card whose pace it is slowed to: a key of `gen.emulation.EMULATED_CARDS`.
     """
-    clock_ghz, blocks = device.boost_clock_ghz, _resident_blocks(problem, config, device, resources)
+    blocks = _resident_blocks(problem, config, device, resources)
+    spill_bytes = resources.spill_bytes if resources else 0
+    return _predict(problem, config, device, config.tile_work(problem), blocks, spill_bytes, emulate)
+
+
+def _predict(
+    problem: Problem,
+    config: Config,
+    device: Device,
+    work: TileWork,
+    blocks: int,
+    spill_bytes: int,
+    emulate: str | None,
+) -> Prediction:
+    """The same, with ``blocks`` on an SM at a time. Of the configuration, its tile and its threads alone are seen."""
+    clock_ghz = device.boost_clock_ghz
     sm = _Sm(
         blocks=blocks,
         warps=blocks * config.threads // 32,
         mma_clocks=_mma_clocks(device, emulate),
         peak_flops=_peak_flops(device),
         clock_ghz=clock_ghz,
-        spills=_Load(shared=(resources.spill_bytes if resources else 0) * config.threads / _SHARED_BYTES),
+        spills=_Load(shared=spill_bytes * config.threads / _SHARED_BYTES),
     )
-    work = config.tile_work(problem)
     # Nobody waits for what is added to dQ, until there is more of it than L2 takes.
     adds_per_clock = _ADDS[work.dq_vector] if work.dq_vector else _BULK_ADDS
     adding = config.block_q * problem.head_dim / work.blocks / adds_per_clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -11,8 +12,12 @@ from bwdtune.gen.device import H200
 from bwdtune.gen.families import Config
 from bwdtune.tuner.report.worth import LEAST_TRIALS, FamilyWorth, worths
 
-MMA = [config for config in space(PROBLEM, H200) if config.family == "mma"]
 NOISE = random.Random(0)
+
+
+@functools.cache
+def mma_configs() -> tuple[Config, ...]:
+    return tuple(config for config in space(PROBLEM, H200) if config.family == "mma")
 
 
 def time_of(config: Config) -> float:
@@ -23,7 +28,7 @@ def time_of(config: Config) -> float:
 
 
 def timed(count: int) -> list[tuple[Config, float]]:
-    return [(config, time_of(config)) for config in random.Random(1).sample(MMA, count)]
+    return [(config, time_of(config)) for config in random.Random(1).sample(mma_configs(), count)]
 
 
 def worth_of(costs: list[tuple[Config, float]]) -> FamilyWorth:
@@ -48,7 +53,7 @@ def test_values_that_are_always_met_together_do_not_hide_another_effect() -> Non
     """A search times fast ones more often: the median of what has a value is not what the value is worth."""
     fast_with_one_stage = [
         config
-        for config in MMA
+        for config in mma_configs()
         if (vars(config)["block_kv"] == 32) != (vars(config)["stages"] == 1) or len(config.id) % 3
     ]
     found = worth_of([(config, time_of(config)) for config in fast_with_one_stage])
@@ -77,9 +82,9 @@ def test_chance_explains_nothing() -> None:
 def test_too_few_tell_nothing() -> None:
     found = worth_of(timed(LEAST_TRIALS - 1))
     assert (found.trials, found.parameters, found.explained) == (LEAST_TRIALS - 1, (), None)
-    same = worth_of([(MMA[0], 5.0 + number / 100) for number in range(20)])
+    same = worth_of([(mma_configs()[0], 5.0 + number / 100) for number in range(20)])
     assert same.parameters == ()
-    assert len(same.same) == len(MMA[0].parameters)
+    assert len(same.same) == len(mma_configs()[0].parameters)
 
 
 def test_families_are_apart() -> None:

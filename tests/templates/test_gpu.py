@@ -143,6 +143,7 @@ QUEUED = (
     PRESETS["w64"],
     WgmmaConfig(dq_delayed=True, v_fragments=3, resync=True),
     PRESETS["w64first"],
+    PRESETS["w64last"],
     PRESETS["w64conv"],
     replace(PRESETS["t64"], dq_bulk_reduce=True),
 )
@@ -196,12 +197,13 @@ def test_a_thousand_launches_on_two_streams(config: Config, deterministic: bool,
     ("problem", "config"),
     [
         (Problem.parse("1_80_1000_128", causal=True), PRESETS["w64conv"]),
+        (Problem.parse("1_80_1000_128", causal=True), PRESETS["w64last"]),
         (Problem.parse("4_60_30_700_64"), replace(PRESETS["w128"], dq_epilogue_in_kernel=True)),
     ],
-    ids=["causal", "groups"],
+    ids=["causal", "the last key tile converts", "groups"],
 )
 def test_a_place_for_dq_is_used_again(problem: Problem, config: Config) -> None:
-    """By more heads than there are places for, which are 72."""
+    """By more heads than there are places for, which are 72, or 56 where the last key tile converts."""
     device = current_device()
     if reason := refusal(problem, config, device):
         pytest.skip(reason)

@@ -214,6 +214,7 @@ def points(draw: st.DrawFn) -> tuple[Problem, Config]:
         draw(st.integers(1, 200)),
         draw(st.sampled_from((16, 32, 40, 64, 72, 80, 96, 112, 128, 192, 200))),
         draw(st.booleans()),
+        value_head_dim=draw(st.sampled_from((0, 40, 64, 104, 128))),
     )
     family, random = draw(st.sampled_from([*FAMILIES.values()])), draw(st.randoms(use_true_random=False))
     for _ in range(2000):

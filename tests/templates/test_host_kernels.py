@@ -242,7 +242,8 @@ def test_any_valid_configuration_at_any_sizes(point: tuple[Problem, Config]) -> 
 
 
 @pytest.mark.parametrize(
-    ("preset", "deterministic"), [*itertools.product(("v3", "w64", "w64lag"), (False, True)), ("w64conv", False)]
+    ("preset", "deterministic"),
+    [*itertools.product(("v3", "w64", "w64lag"), (False, True)), ("w64conv", False), ("w64last", True)],
 )
 def test_launches_from_two_threads(preset: str, deterministic: bool) -> None:
     """Each has a workspace, in which anything lies at first: what has an order is the same bits at each launch."""

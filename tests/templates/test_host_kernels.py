@@ -87,7 +87,7 @@ SPLIT_FEATURES: tuple[tuple[str, dict[str, object], str], ...] = (
     # Clusters: the second block's keys past the end, or hidden from the first queries.
     ("1_4_2_131x190_256", {}, "w64pair"),
     ("1_2_2_190x261_200", {"causal": True, "dtype": "fp16"}, "w64pair lse_delta_k_step=0"),
-    ("2_2_1_131_256", {"window_left": 40, "varlen": True}, "w64pair v_fragments=3"),
+    ("2_2_1_131_256", {"window_left": 40, "varlen": True}, "w64pair v_fragments=3 dv_first=1"),
 )
 
 
@@ -916,6 +916,12 @@ FAULTS: dict[str, Fault] = {
         for name, change in changes.items()
     },
     **{name: (PRESETS["w64pair"], PAIR_PROBLEM, *change) for name, change in PAIR_MUTATIONS.items()},
+    "the dQ that is held at the end is not added": (
+        dataclasses.replace(PRESETS["w64pair"], dv_first=True),
+        PAIR_PROBLEM,
+        "if constexpr (COMPUTES_P) add_held();",
+        "",
+    ),
     **DQ_MUTATIONS,
     **{name: (PRESETS[preset], ROWS_PROBLEM, *change) for name, (preset, *change) in ROW_MUTATIONS.items()},
 }

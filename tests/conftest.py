@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
@@ -14,7 +13,6 @@ import pytest
 from bwdtune.db import shipped
 
 KERNELS_KEPT_S = 7 * 24 * 3600.0
-_numbers = itertools.count()
 
 # The tests' tensors are small. Several threads for one spin while they wait, which takes more than the work, and from
 # the other workers. PyTorch reads this when it is imported; child processes inherit it.
@@ -63,18 +61,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             entry.unlink() if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
 
 
-@pytest.fixture(scope="session")
-def _empty_table(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return shipped.write_shipped([], tmp_path_factory.mktemp("package") / "shipped.json").read_bytes()
-
-
 @pytest.fixture(autouse=True)
-def _own_places(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, _empty_table: bytes) -> None:
-    # Not below `tmp_path`: to find a number for that, pytest reads the names of all that were made before.
-    place = tmp_path_factory.getbasetemp() / "own_places" / str(next(_numbers))
-    place.mkdir(parents=True)
-    monkeypatch.setenv("BWDTUNE_DB", str(place / "bwdtune.sqlite"))
+def _own_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("BWDTUNE_DB", str(tmp_path / "bwdtune.sqlite"))
     # What this version ships would answer where a test says that nothing is stored.
-    table = place / "shipped.json"
-    table.write_bytes(_empty_table)
-    monkeypatch.setattr(shipped, "TABLE", table)
+    table = tmp_path_factory.mktemp("package") / "shipped.json"
+    monkeypatch.setattr(shipped, "TABLE", shipped.write_shipped([], table))

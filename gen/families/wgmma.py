@@ -146,11 +146,6 @@ class WgmmaConfig(Config):
             "clusters are of blocks with 64 keys each, whose accumulators are split",
         ),
         Contradiction(
-            ("dv_first", "cluster_size"),
-            lambda dv_first, blocks: dv_first and blocks == 1,
-            "dV is summed before dQ where there is one panel of dQ, in clusters",
-        ),
-        Contradiction(
             ("cluster_size", "dout_stages"),
             lambda blocks, stages: blocks != 1 and stages != 1,
             "keys of the other block leave room for one stage of dO: {dout_stages}",
@@ -272,15 +267,6 @@ class WgmmaConfig(Config):
         "Blocks of a cluster: two exchange dS through shared memory, each computes half of dQ's columns over the keys "
         "of both, and what one loads of Q and dO arrives in both.",
         default=1,
-        later=True,
-    )
-    dv_first: bool = parameter(
-        "g",
-        (False, True),
-        "In a cluster, the consumer of dV sums it before dQ of the tile before, which it adds behind the next S: dO, "
-        "of which there is one stage, is given back sooner.",
-        default=False,
-        affects_validity=False,
         later=True,
     )
 

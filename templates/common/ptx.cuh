@@ -405,4 +405,8 @@ __device__ __forceinline__ void mma_m16n8k16<fp16>(float (&accumulator)[4], cons
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Comes between mma and the first use of what they have added: nothing on a GPU. Where the kernel runs on a CPU, a warp's lanes
+// have left their operands by then, and the products are computed.
+__device__ __forceinline__ void mma_done() {}
+
 }  // namespace ptx

@@ -90,7 +90,8 @@ struct WarpInstruction {
   void (*execute)(Warp&);
 };
 
-enum class State : uint8_t { READY, IN_WARP_INSTRUCTION, AT_BLOCK_BARRIER, AT_NAMED_BARRIER, AT_MBARRIER, EXITED };
+// Of a thread that does not wait for its warp: Warp::arrived has those.
+enum class State : uint8_t { READY, AT_BLOCK_BARRIER, AT_NAMED_BARRIER, AT_MBARRIER, EXITED };
 
 constexpr uint32_t KEPT_PROXY_FENCES = 8;
 
@@ -103,7 +104,7 @@ struct Fiber {
   uint32_t thread, lane;  // of the cluster, of the warp
   State state;
   int line;               // of the .cu, where it waits
-  void* operands;         // of the warp instruction it has arrived at
+  uint32_t mma;           // it has left operands of, which are not computed
   uint32_t awaited_mbarrier, awaited_parity, awaited_named_barrier;
   // Its last proxy fences, as counts of its clock: what it wrote up to there is visible to the asynchronous proxy.
   uint32_t proxy_fences[KEPT_PROXY_FENCES], proxy_fence_count;
@@ -120,6 +121,17 @@ struct Fiber {
   uint32_t known_epoch;
 };
 
+// An mma of a warp: what its lanes leave, by lane.
+struct MmaOperation {
+  void (*execute)(const MmaOperation&);
+  const char* name;
+  int line;
+  float* accumulators[WARP_SIZE];
+  alignas(16) uint32_t a[WARP_SIZE][4];
+  uint32_t b[WARP_SIZE][2];
+};
+constexpr uint32_t MAX_MMA_OPERATIONS = 16;
+
 struct Warp {
   Fiber* lanes;
   uint32_t index, size;
@@ -130,6 +142,10 @@ struct Warp {
   bool wgmma_fenced;      // since registers may last have been touched
   uint32_t wgmma_groups;  // committed
   uint32_t wgmma_count;   // operations that have not been waited for
+  uint32_t mma_count;     // operations that some lane has left operands for
+  // Of `instruction`, by lane: apart from their stacks, of which no two share a cache line.
+  void* operands[WARP_SIZE];
+  uint32_t addresses[WARP_SIZE];
 };
 
 inline thread_local Fiber* current_fiber;
@@ -237,6 +253,7 @@ class Block {
         mbarrier_clocks_(allocate<uint32_t>(2 * launch.cluster * MAX_MBARRIERS * participants_)),
         named_barrier_clocks_(allocate<uint32_t>(2 * launch.cluster * NAMED_BARRIERS * participants_)),
         wgmma_operations_(allocate<WgmmaOperation>(static_cast<size_t>(warps_count_) * MAX_WGMMA_OPERATIONS)),
+        mma_operations_(allocate<MmaOperation>(static_cast<size_t>(warps_count_) * MAX_MMA_OPERATIONS)),
         shared_(allocate<uint8_t>(4 * shared_words_)),
         words_(allocate<Word>(shared_words_)),
         reader_warps_(allocate<uint32_t>(launch.race_check ? shared_words_ : 0)),
@@ -246,8 +263,8 @@ class Block {
     for (void* pointer : {static_cast<void*>(fibers_), static_cast<void*>(known_), static_cast<void*>(told_to_all_),
                           static_cast<void*>(clocks_), static_cast<void*>(mbarrier_clocks_),
                           static_cast<void*>(named_barrier_clocks_), static_cast<void*>(wgmma_operations_),
-                          static_cast<void*>(shared_), static_cast<void*>(words_), static_cast<void*>(reader_warps_),
-                          static_cast<void*>(reads_)})
+                          static_cast<void*>(mma_operations_), static_cast<void*>(shared_), static_cast<void*>(words_),
+                          static_cast<void*>(reader_warps_), static_cast<void*>(reads_)})
       free(pointer);
   }
   Block(const Block&) = delete;
@@ -255,7 +272,7 @@ class Block {
 
   bool allocated() const {
     return stacks_.allocated() && fibers_ && known_ && told_to_all_ && clocks_ && mbarrier_clocks_ && named_barrier_clocks_ &&
-           wgmma_operations_ && shared_ && words_ && reader_warps_ && reads_;
+           wgmma_operations_ && mma_operations_ && shared_ && words_ && reader_warps_ && reads_;
   }
 
   // Of the block that a thread belongs to.
@@ -303,13 +320,14 @@ class Block {
       fiber.waited_for_kernel_before = !launch_.overlaps;
       fiber.polls = false;
       fiber.reached_peers = 0;
+      fiber.mma = 0;
       clocks_[t] = 1;
       fiber.context.prepare(stacks_.bottom(t), stacks_.top(t), &Block::enter);
     }
     for (uint32_t w = 0; w < warps_count_; w++) {
       const uint32_t size = threads_ - w * WARP_SIZE < WARP_SIZE ? threads_ - w * WARP_SIZE : WARP_SIZE;
       warps_[w] = {fibers_ + w * WARP_SIZE, w, size, size == WARP_SIZE ? ALL_LANES : (1u << size) - 1, 0, 0, nullptr, 0,
-                   false, 0, 0};
+                   false, 0, 0, 0, {}, {}};
     }
     current_fiber = &fibers_[0];
     Context::go(scheduler_, fibers_[0].context);
@@ -339,13 +357,10 @@ class Block {
   // ---- warps ----
 
   // Joins the warp's lanes in `instruction`; returns when all have arrived and it has been executed.
-  void execute_in_warp(const WarpInstruction& instruction, void* operands, int line) {
+  void execute_in_warp(const WarpInstruction& instruction, void* operands, int line, uint32_t address = 0) {
     Fiber& fiber = *current_fiber;
     Warp& warp = *fiber.warp;
-    if (warp.exited || warp.size < WARP_SIZE)
-      fault(fiber, cudaErrorLaunchFailure, line, "%s is reached by a part of its warp only: lanes 0x%08x %s",
-            instruction.name, warp.exited ? warp.exited : ~((1u << warp.size) - 1),
-            warp.exited ? "have exited" : "do not exist");
+    if (warp.exited || warp.size < WARP_SIZE) fault_partial(fiber, instruction.name, line);
     if (!warp.arrived) {
       warp.instruction = &instruction;
       warp.line = line;
@@ -354,20 +369,52 @@ class Block {
             "%s is reached by a part of its warp only: lanes 0x%08x are at %s of line %d", instruction.name,
             warp.arrived, warp.instruction->name, warp.line);
     }
-    fiber.operands = operands;
-    fiber.line = line;
+    warp.operands[fiber.lane] = operands;
+    warp.addresses[fiber.lane] = address;
     const uint32_t bit = 1u << fiber.lane;
     warp.arrived |= bit;
     if (warp.arrived != ALL_LANES) {
-      fiber.state = State::IN_WARP_INSTRUCTION;
       warp.ready &= ~bit;
       suspend(fiber);
       return;
     }
     warp.arrived = 0;
+    if (warp.mma_count) execute_mma(warp);
     instruction.execute(warp);
-    for (uint32_t lane = 0; lane < WARP_SIZE; lane++) warp.lanes[lane].state = State::READY;
     warp.ready = ALL_LANES;
+  }
+
+  // Where a lane is to leave its operands of the warp's next mma. Lanes do so one after another: their results have to be waited
+  // for by mma_done.
+  MmaOperation& leave_mma(Fiber& fiber, const char* name, void (*execute)(const MmaOperation&), int line) {
+    Warp& warp = *fiber.warp;
+    if (warp.exited || warp.size < WARP_SIZE) fault_partial(fiber, name, line);
+    MmaOperation& operation = mma_operations_[warp.index * MAX_MMA_OPERATIONS + fiber.mma];
+    if (fiber.mma == warp.mma_count) {
+      operation.execute = execute;
+      operation.name = name;
+      operation.line = line;
+      warp.mma_count++;
+    } else if (operation.execute != execute || operation.line != line) {
+      fault(fiber, cudaErrorLaunchFailure, line,
+            "%s is reached by a part of its warp only: other lanes are at %s of line %d", name, operation.name, operation.line);
+    }
+    fiber.mma++;
+    return operation;
+  }
+
+  // Computes those that the lanes have left operands for, which must be the same for each.
+  void execute_mma(Warp& warp) {
+    const MmaOperation* operations = mma_operations_ + warp.index * MAX_MMA_OPERATIONS;
+    for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
+      Fiber& fiber = warp.lanes[lane];
+      if (fiber.mma < warp.mma_count)
+        fault(fiber, cudaErrorLaunchFailure, warp.line, "%s of line %d is reached by a part of its warp only: this thread has "
+              "not come to it", operations[fiber.mma].name, operations[fiber.mma].line);
+      fiber.mma = 0;
+    }
+    for (uint32_t i = 0; i < warp.mma_count; i++) operations[i].execute(operations[i]);
+    warp.mma_count = 0;
   }
 
   // What its lanes did is known to all of them from here on.
@@ -572,7 +619,7 @@ class Block {
     for (uint32_t i = offset / 4; i < (offset + bytes) / 4; i++) {
       const Word word = words_[i];
       if (word == operand_word_) {  // one write, of a copy or of a thread, is mostly of several words
-        operands_version_ = (operands_version_ + 1) * PRIME;
+        operand_words_++;
         continue;
       }
       if (!may_read(fiber, word)) fault_read(fiber, i, what, line);
@@ -581,6 +628,8 @@ class Block {
               "%s reads shared offset %u, which thread %u wrote at line %u with no proxy fence between", what, 4 * i,
               word.writer, word.line);
       operand_word_ = word;
+      // Which words have been the same ones' so far, and who wrote this one.
+      operands_version_ = (operands_version_ ^ operand_words_) * PRIME;
       operands_version_ = (operands_version_ ^ word.clock ^ static_cast<uint64_t>(word.writer) << 32) * PRIME;
     }
     note_reads(fiber, offset / 4, (offset + bytes) / 4);
@@ -590,10 +639,10 @@ class Block {
   // Between the two calls, an operation reads its operands, on behalf of one thread: first as it is issued, again as it is
   // done. The version that the second returns tells whether anything was written in between.
   void begin_operands() {
-    operands_version_ = 0;
+    operands_version_ = operand_words_ = 0;
     operand_word_ = {0, NEVER_WRITTEN, 0};
   }
-  uint64_t operands_version() const { return operands_version_; }
+  uint64_t operands_version() const { return operands_version_ + operand_words_; }
 
   void check_operands(const Fiber& fiber, uint64_t issued, uint64_t done, const char* what, int line) {
     if (issued != done)
@@ -775,12 +824,25 @@ class Block {
     fiber.block->exit(fiber);
   }
 
+  [[noreturn]] void fault_partial(const Fiber& fiber, const char* name, int line) {
+    const Warp& warp = *fiber.warp;
+    fault(fiber, cudaErrorLaunchFailure, line, "%s is reached by a part of its warp only: lanes 0x%08x %s", name,
+          warp.exited ? warp.exited : ~((1u << warp.size) - 1), warp.exited ? "have exited" : "do not exist");
+  }
+
   [[noreturn]] void exit(Fiber& fiber) {
     Warp& warp = *fiber.warp;
     if (warp.arrived)
       fault(fiber, cudaErrorLaunchFailure, warp.line,
             "%s is reached by a part of its warp only: this thread exits, lanes 0x%08x have arrived",
             warp.instruction->name, warp.arrived);
+    if (warp.mma_count) {
+      const MmaOperation& operation = mma_operations_[warp.index * MAX_MMA_OPERATIONS];
+      fault(fiber, cudaErrorLaunchFailure, operation.line,
+            fiber.mma ? "%s has no mma_done before this thread exits"
+                      : "%s is reached by a part of its warp only: this thread exits",
+            operation.name);
+    }
     fiber.state = State::EXITED;
     warp.ready &= ~(1u << fiber.lane);
     warp.exited |= 1u << fiber.lane;
@@ -815,15 +877,16 @@ class Block {
   const char* barrier_of_all() const { return launch_.cluster > 1 ? "cluster" : "block"; }
 
   void describe(const Fiber& fiber, char* text, size_t bytes) const {
+    if (fiber.warp->arrived >> fiber.lane & 1) {
+      snprintf(text, bytes, "thread %u waits for its warp in %s of line %d", fiber.thread, fiber.warp->instruction->name,
+               fiber.warp->line);
+      return;
+    }
     switch (fiber.state) {
       case State::READY: snprintf(text, bytes, "thread %u runs", fiber.thread); break;
       case State::EXITED: snprintf(text, bytes, "thread %u has exited", fiber.thread); break;
       case State::AT_BLOCK_BARRIER:
         snprintf(text, bytes, "thread %u waits at the %s barrier of line %d", fiber.thread, barrier_of_all(), fiber.line);
-        break;
-      case State::IN_WARP_INSTRUCTION:
-        snprintf(text, bytes, "thread %u waits for its warp in %s of line %d", fiber.thread,
-                 fiber.warp->instruction->name, fiber.line);
         break;
       case State::AT_NAMED_BARRIER: {
         const NamedBarrier& barrier = named_barriers_[fiber.awaited_named_barrier];
@@ -1160,6 +1223,7 @@ class Block {
   uint32_t bulk_count_;
   uint64_t operands_version_;  // of what the operation that reads its operands has read
   Word operand_word_;          // the last one of these, which it may read
+  uint64_t operand_words_;     // repetitions of the one before
   uint64_t writes_ = 0;        // of shared memory
   uint32_t epoch_;  // block barriers passed, plus 1
   int last_buffer_ = 0;
@@ -1177,6 +1241,7 @@ class Block {
   uint32_t* const mbarrier_clocks_;  // (mbarriers, 2, participants)
   uint32_t* const named_barrier_clocks_;  // (named barriers, 2, participants)
   WgmmaOperation* const wgmma_operations_;  // (warps, MAX_WGMMA_OPERATIONS)
+  MmaOperation* const mma_operations_;      // (warps, MAX_MMA_OPERATIONS)
   uint8_t* const shared_;
   Word* const words_;
   // Reads since the last write of a word, for the race check: the warps, and for each of them clock << 5 | lane.

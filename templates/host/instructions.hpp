@@ -39,11 +39,77 @@ using bwdtune_host::Words;
 
 inline Block& block() { return *current_fiber->block; }
 
+// ---- values ----
+
+constexpr uint32_t CANONICAL_NAN = 0x7fff;  // of both types, as cvt gives it
+
+template <class Element>
+uint32_t round_to(float value);
+
+template <>
+inline uint32_t round_to<bf16>(float value) {
+  const uint32_t bits = bits_of(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return CANONICAL_NAN;
+  return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+
+template <>
+inline uint32_t round_to<fp16>(float value) {
+  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return CANONICAL_NAN;
+  if (magnitude >= 0x47800000u) return sign | 0x7c00u;  // 2^16 and up
+  if (magnitude >= 0x38800000u)                         // 2^-14 and up: normal; a carry out of the mantissa is right, up to infinity
+    return sign | (((magnitude + 0xfffu + (magnitude >> 13 & 1)) >> 13) - (112u << 10));
+  // The subnormals' spacing 2^-24 is that of floats from 0.5 to 1: the addition rounds.
+  return sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f));
+}
+
+template <class Element>
+float widen(uint32_t bits);
+
+template <>
+inline float widen<bf16>(uint32_t bits) {
+  return float_of(bits << 16);
+}
+
+template <>
+inline float widen<fp16>(uint32_t bits) {
+  const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, mantissa = bits & 0x3ffu;
+  if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(mantissa) * 0x1p-24f));
+  return float_of(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+}
+
+template <class Element>
+uint32_t pack(float low, float high) {
+  return round_to<Element>(low) | round_to<Element>(high) << 16;
+}
+
+template uint32_t pack<bf16>(float, float);
+template uint32_t pack<fp16>(float, float);
+
+template <class Element>
+float2 unpack(uint32_t packed) {
+  return make_float2(widen<Element>(packed & 0xffffu), widen<Element>(packed >> 16));
+}
+template float2 unpack<bf16>(uint32_t);
+template float2 unpack<fp16>(uint32_t);
+
+// Of the result and of x, subnormals are zero.
+float exp2_approx(float x) {
+  const float y = exp2f(fabsf(x) < 0x1p-126f ? 0.0f : x);
+  return y < 0x1p-126f ? 0.0f : y;
+}
+
+float reciprocal_approx(float x) {
+  const float y = 1.0f / (fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x);
+  return fabsf(y) < 0x1p-126f ? copysignf(0.0f, y) : y;
+}
+
 // ---- threads ----
 
 template <class Operands>
 Operands& operands_of(Warp& warp, uint32_t lane) {
-  return *static_cast<Operands*>(warp.lanes[lane].operands);
+  return *static_cast<Operands*>(warp.operands[lane]);
 }
 
 inline void execute_elect(Warp& warp) {
@@ -552,47 +618,47 @@ void bulk_wait(uint32_t left, bool reads_alone) { block().wait_bulk(left, reads_
 
 // ---- tensor cores ----
 
-struct LdmatrixOperands {
-  uint32_t* fragment;
-  uint32_t address;
-  int line;
-};
+typedef uint16_t Halves __attribute__((vector_size(16), may_alias));
+
+// An 8x8 matrix, in three rounds: each interleaves rows that are 4 apart.
+inline void transpose(uint16_t (*rows)[8]) {
+  Halves from[8], to[8];
+  memcpy(from, rows, sizeof from);
+  for (int round = 0; round < 3; round++) {
+    for (int i = 0; i < 4; i++) {
+      to[2 * i] = __builtin_shufflevector(from[i], from[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+      to[2 * i + 1] = __builtin_shufflevector(from[i], from[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+    }
+    memcpy(from, to, sizeof from);
+  }
+  memcpy(rows, from, sizeof from);
+}
 
 // Matrix m has its rows at the addresses of lanes 8m to 8m + 7. Lane l receives two elements of each matrix: row l / 4,
-// columns 2 (l % 4) and the next; transposed, row and column change places.
+// columns 2 (l % 4) and the next, so word l of it; transposed, row and column change places.
 template <bool TRANSPOSED>
 void execute_ldmatrix(Warp& warp) {
   Block& block = *warp.lanes[0].block;
-  const uint8_t* rows[WARP_SIZE];
+  alignas(16) uint16_t rows[WARP_SIZE][8];
+  for (uint32_t lane = 0; lane < WARP_SIZE; lane++)
+    memcpy(rows[lane], block.read_shared(warp.lanes[lane], warp.addresses[lane], 16, "ldmatrix", warp.line), 16);
+  if (TRANSPOSED)
+    for (uint32_t matrix = 0; matrix < 4; matrix++) transpose(rows + 8 * matrix);
   for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
-    const LdmatrixOperands& operands = operands_of<LdmatrixOperands>(warp, lane);
-    rows[lane] = block.read_shared(warp.lanes[lane], operands.address, 16, "ldmatrix", operands.line);
-  }
-  for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
-    const uint32_t major = lane / 4, minor = lane % 4 * 2;
-    uint32_t* fragment = operands_of<LdmatrixOperands>(warp, lane).fragment;
-    for (uint32_t matrix = 0; matrix < 4; matrix++) {
-      const uint8_t* const* its_rows = rows + 8 * matrix;
-      uint16_t pair[2];
-      if (TRANSPOSED)
-        for (uint32_t i = 0; i < 2; i++) memcpy(pair + i, its_rows[minor + i] + 2 * major, 2);
-      else
-        memcpy(pair, its_rows[major] + 2 * minor, 4);
-      fragment[matrix] = pair[0] | uint32_t{pair[1]} << 16;
-    }
+    uint32_t fragment[4];
+    for (uint32_t matrix = 0; matrix < 4; matrix++) memcpy(fragment + matrix, rows[8 * matrix + lane / 4] + lane % 4 * 2, 4);
+    memcpy(warp.operands[lane], fragment, sizeof fragment);
   }
 }
 constexpr WarpInstruction LDMATRIX = {"ldmatrix.x4", execute_ldmatrix<false>};
 constexpr WarpInstruction LDMATRIX_TRANS = {"ldmatrix.x4.trans", execute_ldmatrix<true>};
 
 void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address, int line) {
-  LdmatrixOperands operands = {fragment, address, line};
-  block().execute_in_warp(LDMATRIX, &operands, line);
+  block().execute_in_warp(LDMATRIX, fragment, line, address);
 }
 
 void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address, int line) {
-  LdmatrixOperands operands = {fragment, address, line};
-  block().execute_in_warp(LDMATRIX_TRANS, &operands, line);
+  block().execute_in_warp(LDMATRIX_TRANS, fragment, line, address);
 }
 
 inline void execute_movmatrix(Warp& warp) {
@@ -611,39 +677,27 @@ uint32_t movmatrix_trans(uint32_t fragment, int line) {
   return fragment;
 }
 
-struct StmatrixOperands {
-  const uint32_t* fragment;
-  uint32_t address;
-  int line;
-};
-
 template <bool TRANSPOSED>
 void execute_stmatrix(Warp& warp) {
   Block& block = *warp.lanes[0].block;
-  for (uint32_t matrix = 0; matrix < 4; matrix++)
-    for (uint32_t row = 0; row < 8; row++) {
-      const auto element = [&](uint32_t column) {
-        const uint32_t major = TRANSPOSED ? column : row, minor = TRANSPOSED ? row : column;
-        return operands_of<StmatrixOperands>(warp, 4 * major + minor / 2).fragment[matrix] >> minor % 2 * 16 & 0xffffu;
-      };
-      uint32_t pairs[4];
-      for (uint32_t i = 0; i < 4; i++) pairs[i] = element(2 * i) | element(2 * i + 1) << 16;
-      const Fiber& fiber = warp.lanes[8 * matrix + row];
-      const StmatrixOperands& operands = operands_of<StmatrixOperands>(warp, fiber.lane);
-      memcpy(block.write_shared(fiber, operands.address, 16, 16, "stmatrix", operands.line), pairs, 16);
-    }
+  alignas(16) uint16_t rows[WARP_SIZE][8];  // as ldmatrix reads them
+  for (uint32_t lane = 0; lane < WARP_SIZE; lane++)
+    for (uint32_t matrix = 0; matrix < 4; matrix++)
+      memcpy(rows[8 * matrix + lane / 4] + lane % 4 * 2, static_cast<const uint32_t*>(warp.operands[lane]) + matrix, 4);
+  if (TRANSPOSED)
+    for (uint32_t matrix = 0; matrix < 4; matrix++) transpose(rows + 8 * matrix);
+  for (uint32_t lane = 0; lane < WARP_SIZE; lane++)
+    memcpy(block.write_shared(warp.lanes[lane], warp.addresses[lane], 16, 16, "stmatrix", warp.line), rows[lane], 16);
 }
 constexpr WarpInstruction STMATRIX = {"stmatrix.x4", execute_stmatrix<false>};
 constexpr WarpInstruction STMATRIX_TRANS = {"stmatrix.x4.trans", execute_stmatrix<true>};
 
 void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4], int line) {
-  StmatrixOperands operands = {fragment, address, line};
-  block().execute_in_warp(STMATRIX, &operands, line);
+  block().execute_in_warp(STMATRIX, const_cast<uint32_t*>(fragment), line, address);
 }
 
 void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4], int line) {
-  StmatrixOperands operands = {fragment, address, line};
-  block().execute_in_warp(STMATRIX_TRANS, &operands, line);
+  block().execute_in_warp(STMATRIX_TRANS, const_cast<uint32_t*>(fragment), line, address);
 }
 
 // `widen` of four values.
@@ -665,30 +719,22 @@ inline Quad widen_four<fp16>(Words bits) {
   return reinterpret_cast<Quad>(reinterpret_cast<Words>(values) | exponent | (bits & 0x8000u) << 16);
 }
 
-struct MmaOperands {
-  float* accumulator;
-  const uint32_t* a;
-  uint32_t b[2];
-};
-
 // With g = lane / 4 and t = 2 (lane % 4), a lane holds of A the pairs (g, t), (g + 8, t), (g, t + 8), (g + 8, t + 8); of B
 // the pairs (t, g) and (t + 8, g), along k; of the accumulator (g, t), (g, t + 1), (g + 8, t), (g + 8, t + 1). So do the sums
 // of this, four a lane: each k adds A's two rows, by B's two columns.
 template <class Element>
-void execute_mma(Warp& warp) {
+void execute_mma(const bwdtune_host::MmaOperation& operation) {
   Quad a[8][16], b[16][4];          // (g, k): a row twice, and that 8 below twice; (k, t / 2): two columns, and again
   alignas(16) uint32_t pairs[2][4][8];  // of B, by columns
   for (uint32_t lane = 0; lane < WARP_SIZE; lane++) {
-    const MmaOperands& operands = operands_of<MmaOperands>(warp, lane);
-    Words of_a;
-    memcpy(&of_a, operands.a, sizeof of_a);
+    const Words of_a = *reinterpret_cast<const Words*>(operation.a[lane]);
     const Quad even = widen_four<Element>(of_a & 0xffffu), odd = widen_four<Element>(of_a >> 16);
     Quad* rows = a[lane / 4] + lane % 4 * 2;
     rows[0] = Quad{even[0], even[0], even[1], even[1]};
     rows[1] = Quad{odd[0], odd[0], odd[1], odd[1]};
     rows[8] = Quad{even[2], even[2], even[3], even[3]};
     rows[9] = Quad{odd[2], odd[2], odd[3], odd[3]};
-    for (uint32_t half = 0; half < 2; half++) pairs[half][lane % 4][lane / 4] = operands.b[half];
+    for (uint32_t half = 0; half < 2; half++) pairs[half][lane % 4][lane / 4] = operation.b[lane][half];
   }
   for (uint32_t k = 0; k < 16; k += 2)
     for (uint32_t half = 0; half < 2; half++) {
@@ -700,20 +746,29 @@ void execute_mma(Warp& warp) {
       b[k + 1][2 * half + 1] = Quad{odd[2], odd[3], odd[2], odd[3]};
     }
   for (uint32_t g = 0; g < 8; g++) {
+    float* const* accumulators = operation.accumulators + 4 * g;
     Quad sums[4];
-    for (uint32_t i = 0; i < 4; i++) memcpy(&sums[i], operands_of<MmaOperands>(warp, 4 * g + i).accumulator, sizeof sums[i]);
+    for (uint32_t i = 0; i < 4; i++) memcpy(&sums[i], accumulators[i], sizeof sums[i]);
     for (uint32_t k = 0; k < 16; k++)
       for (uint32_t i = 0; i < 4; i++) sums[i] += a[g][k] * b[k][i];
-    for (uint32_t i = 0; i < 4; i++) memcpy(operands_of<MmaOperands>(warp, 4 * g + i).accumulator, &sums[i], sizeof sums[i]);
+    for (uint32_t i = 0; i < 4; i++) memcpy(accumulators[i], &sums[i], sizeof sums[i]);
   }
 }
-template <class Element>
-constexpr WarpInstruction MMA = {"mma.m16n8k16", execute_mma<Element>};
+
+constexpr WarpInstruction MMA_DONE = {"mma_done", [](Warp&) {}};
+
+void mma_done(int line) { block().execute_in_warp(MMA_DONE, nullptr, line); }
 
 template <class Element>
 void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line) {
-  MmaOperands operands = {accumulator, a, {b0, b1}};
-  block().execute_in_warp(MMA<Element>, &operands, line);
+  Fiber& fiber = *current_fiber;
+  if (fiber.mma == bwdtune_host::MAX_MMA_OPERATIONS) mma_done(line);
+  bwdtune_host::MmaOperation& operation = fiber.block->leave_mma(fiber, "mma.m16n8k16", execute_mma<Element>, line);
+  const uint32_t lane = fiber.lane;
+  operation.accumulators[lane] = accumulator;
+  memcpy(operation.a[lane], a, sizeof a);
+  operation.b[lane][0] = b0;
+  operation.b[lane][1] = b1;
 }
 template void mma_m16n8k16<bf16>(float (&)[4], const uint32_t (&)[4], uint32_t, uint32_t, int);
 template void mma_m16n8k16<fp16>(float (&)[4], const uint32_t (&)[4], uint32_t, uint32_t, int);

@@ -63,64 +63,14 @@ struct fp16 {
   uint16_t bits;
 };
 
-constexpr uint32_t CANONICAL_NAN = 0x7fff;  // of both types, as cvt gives it
-
+// Of bf16 and fp16; see instructions.hpp. Not inline, as kernels are compiled without optimisation.
 template <class Element>
-uint32_t round_to(float value);
-
-template <>
-inline uint32_t round_to<bf16>(float value) {
-  const uint32_t bits = bits_of(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return CANONICAL_NAN;
-  return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-}
-
-template <>
-inline uint32_t round_to<fp16>(float value) {
-  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return CANONICAL_NAN;
-  if (magnitude >= 0x47800000u) return sign | 0x7c00u;  // 2^16 and up
-  if (magnitude >= 0x38800000u)                         // 2^-14 and up: normal; a carry out of the mantissa is right, up to infinity
-    return sign | (((magnitude + 0xfffu + (magnitude >> 13 & 1)) >> 13) - (112u << 10));
-  // The subnormals' spacing 2^-24 is that of floats from 0.5 to 1: the addition rounds.
-  return sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f));
-}
-
+uint32_t pack(float low, float high);
 template <class Element>
-float widen(uint32_t bits);
+float2 unpack(uint32_t packed);
 
-template <>
-inline float widen<bf16>(uint32_t bits) {
-  return float_of(bits << 16);
-}
-
-template <>
-inline float widen<fp16>(uint32_t bits) {
-  const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, mantissa = bits & 0x3ffu;
-  if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(mantissa) * 0x1p-24f));
-  return float_of(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
-}
-
-template <class Element>
-uint32_t pack(float low, float high) {
-  return round_to<Element>(low) | round_to<Element>(high) << 16;
-}
-
-template <class Element>
-float2 unpack(uint32_t packed) {
-  return make_float2(widen<Element>(packed & 0xffffu), widen<Element>(packed >> 16));
-}
-
-// Of the result and of x, subnormals are zero.
-inline float exp2_approx(float x) {
-  const float y = exp2f(fabsf(x) < 0x1p-126f ? 0.0f : x);
-  return y < 0x1p-126f ? 0.0f : y;
-}
-
-inline float reciprocal_approx(float x) {
-  const float y = 1.0f / (fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x);
-  return fabsf(y) < 0x1p-126f ? copysignf(0.0f, y) : y;
-}
+float exp2_approx(float x);
+float reciprocal_approx(float x);
 
 inline uint32_t optimization_barrier(uint32_t value) { return value; }
 
@@ -254,9 +204,11 @@ uint32_t movmatrix_trans(uint32_t fragment, int line = __builtin_LINE());
 void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4], int line = __builtin_LINE());
 void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4], int line = __builtin_LINE());
 
-// Of bf16 and fp16, as `wgmma`: there are no others.
+// Of bf16 and fp16, as `wgmma`: there are no others. It leaves a lane's operands, without a wait for the others': the products are
+// computed at mma_done, before the warp's next instruction of another kind, or when there are many.
 template <class Element>
 void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line = __builtin_LINE());
+void mma_done(int line = __builtin_LINE());
 
 // ---- tensor cores, by warpgroups ----
 

@@ -47,7 +47,6 @@ NOT_EVERYWHERE = {
     **{("wgmma", "dout_stages", head_dim, "sm_90a"): {1} for head_dim in (64, 128)},
     **{("wgmma", "p_first", head_dim, "sm_90a"): {True} for head_dim in (64, 128)},
     **{("wgmma", "cluster_size", head_dim, "sm_90a"): {2} for head_dim in (64, 128)},
-    **{("wgmma", "dv_first", head_dim, "sm_90a"): {True} for head_dim in (64, 128)},
 }
 
 
@@ -290,8 +289,6 @@ def test_head_dims_of_values(head_dims: str, config: str, said: str | None) -> N
         ("256", "w64pair", None),
         ("192", "w64pair", "head_dims 192 and 192: a cluster's consumers divide four panels"),
         ("256x128", "w64pair", "head_dims 256 and 128: a cluster's consumers divide four panels"),
-        ("256", "w64pair dv_first=1", None),
-        ("256", "w64split dv_first=1", "one panel of dQ, in clusters"),
         ("256", "w64pair dout_stages=2", "room for one stage of dO: 2"),
         ("256", "w64pair dq_bulk_reduce", "no room to stage dQ"),
         ("128", "w64pair split_accumulators=0 dout_stages=2", "clusters are of blocks with 64 keys each"),

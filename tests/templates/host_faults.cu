@@ -309,6 +309,32 @@ __global__ void half_a_warp_waits_forever(const __grid_constant__ Arguments) {
   ptx::elect_one();
 }
 
+void add_mma(float (&accumulator)[4], int line) {
+  const uint32_t a[4] = {};
+  ptx::mma_m16n8k16<ptx::bf16>(accumulator, a, 0, 0, line);
+}
+
+template <bool FAULT>
+__global__ void mma_in_half_a_warp(const __grid_constant__ Arguments) {
+  float accumulator[4] = {};
+  if (!FAULT || threadIdx.x % 32 < 16) add_mma(accumulator, __LINE__);
+  ptx::mma_done();
+}
+
+template <bool FAULT>
+__global__ void mma_at_two_places(const __grid_constant__ Arguments) {
+  float accumulator[4] = {};
+  add_mma(accumulator, FAULT ? __LINE__ + threadIdx.x % 2 : __LINE__);
+  ptx::mma_done();
+}
+
+template <bool FAULT>
+__global__ void mma_that_is_not_done(const __grid_constant__ Arguments) {
+  float accumulator[4] = {};
+  add_mma(accumulator, __LINE__);
+  if (!FAULT) ptx::mma_done();
+}
+
 // ---- work of the asynchronous proxy ----
 
 // Of the tile with itself: its descriptor has the 128-byte swizzle, and all rows in one pattern.
@@ -684,6 +710,9 @@ struct Case {
     CASE(half_a_warp_at_a_barrier),
     CASE(two_places_in_one_warp),
     CASE(half_a_warp_waits_forever),
+    CASE(mma_in_half_a_warp),
+    CASE(mma_at_two_places),
+    CASE(mma_that_is_not_done),
     CASE(named_barrier_that_never_completes),
     CASE(named_barrier_of_two_sizes),
     CASE(named_barrier_left_at_exit),

@@ -127,6 +127,7 @@ __global__ void mma_kernel(const __grid_constant__ Mma m) {
   for (int i = 0; i < 4; i++) a[i] = m.a[4 * threadIdx.x + i];
   for (int i = 0; i < 4; i++) accumulator[i] = m.accumulator[4 * threadIdx.x + i];
   ptx::mma_m16n8k16<Element>(accumulator, a, m.b[2 * threadIdx.x], m.b[2 * threadIdx.x + 1]);
+  ptx::mma_done();
   for (int i = 0; i < 4; i++) m.accumulator[4 * threadIdx.x + i] = accumulator[i];
 }
 

@@ -121,7 +121,7 @@ SPLIT_FEATURED = (
     (Problem.parse("4_8_4096_256", causal=True, deterministic=True), PRESETS["w64bulk"]),
     (Problem.parse("4_16_4096_192x128", causal=True, deterministic=True), PRESETS["w64mla"]),
     (Problem.parse("4_8_4096_256"), PRESETS["w64pair"]),
-    (Problem.parse("4_8_4096_256", dtype="fp16", window_left=100), replace(PRESETS["w64pair"], dv_first=True)),
+    (Problem.parse("4_8_4096_200", dtype="fp16", window_left=100), PRESETS["w64pair"]),
     (
         Problem.parse("4_8_4096_256", dtype="fp16", causal=True, softcap=True),
         replace(PRESETS["w64bulk"], lse_delta_k_step=False, v_fragments=0),

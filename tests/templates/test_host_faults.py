@@ -84,6 +84,15 @@ FAULTS: dict[str, tuple[int, str]] = {
         DEADLOCK,
         r"elect\.sync of line \d+ is reached by lanes 0xffffff7f of warp 0 only; thread 7 wa",
     ),
+    "mma_in_half_a_warp": (
+        FAILURE,
+        r"thread 16 .*mma\.m16n8k16 of line \d+ is reached by a part of its warp only: this thread has not come to it",
+    ),
+    "mma_at_two_places": (
+        FAILURE,
+        r"thread 1 .*mma\.m16n8k16 is reached by a part of its warp only: other lanes are at mma\.m16n8k16 of line \d+",
+    ),
+    "mma_that_is_not_done": (FAILURE, r"mma\.m16n8k16 has no mma_done before this thread exits"),
     "named_barrier_that_never_completes": (DEADLOCK, r"at line \d+ for named barrier 2, which 32 of 64 threads have"),
     "named_barrier_of_two_sizes": (FAILURE, r"bar\.sync of barrier 2 for 32 threads, which line \d+ uses for 64"),
     "named_barrier_left_at_exit": (FAILURE, r"exits while named barrier 15 of line \d+ has 32 of 64 threads"),

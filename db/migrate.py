@@ -168,9 +168,6 @@ def _some(names: set[str], most: int = 4) -> str:
 
 def _upgrade(url: sa.URL) -> None:
     """Makes the tables, or upgrades them, in one transaction (MySQL has none for that)."""
-    from alembic import command
-    from alembic.config import Config
-
     path = connect.sqlite_path(url)
     # SQLite changes a table by making another and dropping the first, which foreign keys would not let pass.
     engine = connect.make_engine(url, "rwc", foreign_keys=False).execution_options(sqlite_begin="BEGIN IMMEDIATE")
@@ -181,16 +178,12 @@ def _upgrade(url: sa.URL) -> None:
                 return
             if path and found:
                 _back_up(path, found)
-            config = Config()
-            config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-            config.set_main_option("path_separator", "os")
-            config.attributes.update(connection=connection, version_table=models.VERSION_TABLE)
             if found:
-                command.upgrade(config, "head")
+                _migrate(connection)
+                _schema_of(connection, url)  # an older schema is not looked at closely before
             else:  # the tables as all migrations leave them, in a tenth of the time
                 models.Base.metadata.create_all(connection)
-                command.stamp(config, "head")
-            _schema_of(connection, url)  # an older schema is not looked at closely before
+                _stamp(connection)
             if path and (broken := connection.exec_driver_sql("PRAGMA foreign_key_check").first()):
                 raise CorruptDatabase(str(path), f"a row of {broken[0]} refers to a missing row of {broken[2]}")
     except (sa.exc.IntegrityError, sa.exc.ProgrammingError) as error:
@@ -200,6 +193,26 @@ def _upgrade(url: sa.URL) -> None:
                 raise DatabaseUnavailable(connect.describe(url), str(error.orig)) from error
     finally:
         engine.dispose()
+
+
+def _migrate(connection: sa.Connection) -> None:
+    from alembic import command  # only here: a new database does without
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes.update(connection=connection, version_table=models.VERSION_TABLE)
+    command.upgrade(config, "head")
+
+
+def _stamp(connection: sa.Connection) -> None:
+    """Makes Alembic's version table as Alembic does, and says that all migrations were run."""
+    version = sa.Column("version_num", sa.String(32), nullable=False)
+    key = sa.PrimaryKeyConstraint("version_num", name=f"{models.VERSION_TABLE}_pkc")
+    table = sa.Table(models.VERSION_TABLE, sa.MetaData(), version, key)
+    table.create(connection)
+    connection.execute(table.insert().values(version_num=models.SCHEMA))
 
 
 def _back_up(path: Path, schema: str) -> Path:

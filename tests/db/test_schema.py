@@ -279,6 +279,15 @@ class TestMigrations:
         assert constraints(of_migrations) == constraints(of_models)
         of_migrations.dispose()
 
+    def test_a_new_database_has_the_version_table_that_they_leave(self, migrated: sa.URL, tmp_path: Path) -> None:
+        def version_table(path: str | None) -> tuple[list[tuple[str]], list[tuple[str]]]:
+            with contextlib.closing(sqlite3.connect(str(path))) as connection:
+                made = connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (VERSION_TABLE,)).fetchall()
+                return made, connection.execute(f"SELECT * FROM {VERSION_TABLE}").fetchall()
+
+        with contextlib.closing(Store.open(tmp_path / "new.sqlite")) as store:
+            assert version_table(store.url.database) == version_table(migrated.database)
+
     def test_the_newest_is_the_programs_schema(self) -> None:
         config = AlembicConfig()
         config.set_main_option("script_location", str(migrate.MIGRATIONS).replace("%", "%%"))

@@ -44,17 +44,22 @@ def _covering_family(configs: list[Config], together: int) -> Iterator[Config]:
     """Chosen among hundreds of thousands, so in arrays."""
     values = np.array([[*vars(config).values()] for config in configs])
     choices = [np.unique(column, return_inverse=True) for column in values.T]
-    # Of each of the parameters' combinations, the number of the values that each configuration has.
-    numbers, count = [], 0
+    # Of each combination of parameters the number of the values that each configuration has, and which are missing.
+    combinations = []
     for group in itertools.combinations(choices, together):
         number = np.zeros(len(configs), dtype=np.int64)
         for found, places in group:
             number = number * len(found) + places
-        numbers.append(count + number)
-        count += math.prod(len(found) for found, _ in group)
-    missing = np.zeros(count, dtype=bool)
-    missing[np.concatenate(numbers)] = True
-    while missing.any():
-        best = int(np.argmax(sum(missing[number].astype(np.int64) for number in numbers)))
-        missing[[number[best] for number in numbers]] = False
+        missing = np.zeros(math.prod(len(found) for found, _ in group), dtype=np.uint8)
+        missing[number] = 1
+        combinations.append((number.astype(np.uint16), missing))
+    assert all(len(missing) <= 2**16 for _, missing in combinations)
+    while combinations:
+        new = np.zeros(len(configs), dtype=np.uint16)
+        for number, missing in combinations:
+            new += missing[number]
+        best = int(np.argmax(new))
+        for number, missing in combinations:
+            missing[number[best]] = 0
+        combinations = [(number, missing) for number, missing in combinations if missing.any()]
         yield configs[best]

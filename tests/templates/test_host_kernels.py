@@ -184,7 +184,7 @@ def covering_cases() -> dict[Problem, list[Config]]:
 def test_every_value_of_every_parameter_is_covered() -> None:
     for family, config_type in FAMILIES.items():
         for name, choices in config_type.choices.items():
-            named = [*covering_configs(), *(parse_config(config) for _, _, config in OF_VALUES)]
+            named = [*covering_configs(), *(parse_config(config) for _, _, config in (*OF_VALUES, *SPLIT_FEATURES))]
             found = {config.to_dict()[name] for config in named if config.family == family}
             assert found == set(choices), name
 

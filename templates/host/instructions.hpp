@@ -813,13 +813,14 @@ class MatrixDescriptor {
   // Calls `visit(address, k, at)` for each 16 bytes: eight elements from k, or, transposed, from `at` on.
   template <class Visit>
   void for_each_chunk(int first, int count, Visit visit) const {
-    const int row_bytes = 256 >> mode_, row_elements = row_bytes / 2;
+    const int row_bytes = 256 >> mode_, row_elements_log2 = 7 - static_cast<int>(mode_);
     const uint32_t mask = row_bytes / 16 - 1;
     for (int major = 0; major < (transposed_ ? 16 : count); major++)
       for (int minor = 0; minor < (transposed_ ? count : 16); minor += 8) {
         const int at_major = major + (transposed_ ? 0 : first), at_minor = minor + (transposed_ ? first : 0);
         uint32_t address = start_ + at_major / 8 * stride_ + at_major % 8 * row_bytes;
-        address += transposed_ ? at_minor / row_elements * leading_ + at_minor % row_elements * 2 : at_minor * 2;
+        address += transposed_ ? (at_minor >> row_elements_log2) * leading_ + (at_minor & ((1 << row_elements_log2) - 1)) * 2
+                               : at_minor * 2;
         address ^= (address >> 7 & mask) << 4;
         visit(address, transposed_ ? major : minor, transposed_ ? minor : major);
       }

@@ -560,8 +560,8 @@ SPLIT_ACCUMULATORS_MUTATIONS = {
         "arrive(P_FULL);",
     ),
     "P over what the other consumer still reads": (
-        "issue_scores(s);\n        if constexpr (!FIRST) {\n          block.wait_full<STAGES>(DS_FULL, tile - 1);",
-        "issue_scores(s);\n        if constexpr (!FIRST) {",
+        "(s, tile);\n        if constexpr (!FIRST) {\n          block.wait_full<STAGES>(DS_FULL, tile - 1);",
+        "(s, tile);\n        if constexpr (!FIRST) {",
     ),
     "dS is not shown to wgmma": (
         "ptx::fence_proxy_async_shared();\n        ptx::sync_warp();\n        arrive(DS_FULL",

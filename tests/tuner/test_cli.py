@@ -473,8 +473,8 @@ def test_roofline_of_the_write_up(capsys: pytest.CaptureFixture[str]) -> None:
 @needs_nvcc
 @pytest.mark.slow
 def test_a_search_without_a_gpu_verifies_on_the_cpu_and_predicts(tmp_path: Path, database: Path) -> None:
-    arguments = ["search", *SMALL, "--trials", "4", "--seed", "1", "--db", str(database)]
-    done = run(*arguments, "--json")
+    arguments = ["search", *SMALL, "--seed", "1", "--db", str(database), "--trials"]
+    done = run(*arguments, "4", "--json")
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert data["status"] == "predicted"
@@ -485,7 +485,7 @@ def test_a_search_without_a_gpu_verifies_on_the_cpu_and_predicts(tmp_path: Path,
     assert all(0 < row["max_error"] < 0.02 for row in data["rows"])
     assert "4/4" in done.stderr, "it told how it went, in plain lines"
 
-    done = run(*arguments)
+    done = run(*arguments, "1")
     assert done.returncode == 0
     assert {"v2", "t64"} <= set(done.stdout.split())
     assert "nothing was timed, and no winner is stored" in done.stdout

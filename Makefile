@@ -22,7 +22,8 @@ search: setup
 # that the last minutes are not one worker's alone.
 PYTEST = $(RUN) -m pytest --numprocesses $$($(RUN) -c 'import os; print(os.cpu_count() + 1)') --dist worksteal $(SELECTED)
 
-test: $(VENV)/servers
+test: setup
+	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/servers $(VENV)/collected
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 check:
@@ -35,6 +36,12 @@ pytest: setup
 $(VENV)/servers: $(VENV)/installed
 	@echo 'installing Ray and PostgreSQL'
 	@$(PIP) --no-build-isolation --editable '.[servers]'
+	@touch $@
+
+# What a fresh .venv imports is compiled, and tests' assertions are rewritten: here by one process, beside an installation, rather
+# than by each worker.
+$(VENV)/collected: $(VENV)/installed
+	@-$(RUN) -m pytest --collect-only --quiet > /dev/null 2>&1
 	@touch $@
 
 lint: setup

@@ -18,6 +18,7 @@ from bwdtune.gen.build.toolchain import ToolchainError, find_compiler
 from bwdtune.gen.device import device_for_arch
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
+from bwdtune.gen.render import render
 
 H200 = Environment(GpuKey("NVIDIA H200", "9.0"), "sm_90a", "580.65.06", "13.0.88", "2.13.0")
 MEASURED = Shipped(
@@ -55,6 +56,7 @@ def test_the_packages_own_table_makes_sense(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
+COMPILED_AGAIN = {row.config.family: row for row in read_shipped()}.values()
 each_row = pytest.mark.parametrize("row", read_shipped(), ids=lambda row: f"{row.problem.label}, {row.kind}")
 
 
@@ -68,7 +70,13 @@ def test_the_packages_own_table_names_its_machine_code(row: Shipped) -> None:
 @pytest.mark.slow
 @each_row
 def test_the_packages_own_table_is_of_the_kernels_as_they_are(row: Shipped) -> None:
-    """Dispatch uses no row of another kernel than was measured."""
+    """Dispatch uses no row of another kernel than was measured.
+
+    `tuner carry --shipped` has compiled a row's kernel when it wrote the hash of today's text. Of these, one a family is
+    compiled again.
+    """
+    if render(row.problem, row.config).hash == row.source_hash and row not in COMPILED_AGAIN:
+        return
     arch = row.environment.arch if row.kind == "measured" else "sm_120a"
     try:
         if find_compiler(arch).version != row.environment.toolkit:

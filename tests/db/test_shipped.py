@@ -72,8 +72,8 @@ def test_the_packages_own_table_names_its_machine_code(row: Shipped) -> None:
 def test_the_packages_own_table_is_of_the_kernels_as_they_are(row: Shipped) -> None:
     """Dispatch uses no row of another kernel than was measured.
 
-    `tuner carry --shipped` has compiled a row's kernel when it wrote the hash of today's text. Of these, one a family is
-    compiled again.
+    `tuner carry --shipped` has compiled a row's kernel when it wrote the hash of today's text. Of these, one of each
+    family is compiled again.
     """
     if render(row.problem, row.config).hash == row.source_hash and row not in COMPILED_AGAIN:
         return

@@ -245,7 +245,7 @@ class Subclass(torch.Tensor):
 DECLINED: dict[str, Callable[[], torch.Tensor]] = {
     "kernels are for bfloat16 and float16": lambda: bwdtune.attention(*leaves(1, 1, 1, 9, 9, dtype=torch.float32)),
     "the tensors have 3, 3 and 3 dimensions": lambda: bwdtune.attention(*(t[0] for t in leaves(1, 1, 1, 9, 9))),
-    "the shapes are": lambda: bwdtune.attention(leaves(2, 1, 1, 9, 9)[0], *leaves(1, 1, 1, 9, 9)[1:]),  # one batch for two
+    "the shapes are": lambda: bwdtune.attention(leaves(2, 1, 1, 9, 9)[0], *leaves(1, 1, 1, 9, 9)[1:]),
     "the scale is -0.5": lambda: bwdtune.attention(*leaves(1, 1, 1, 9, 9), scale=-0.5),
     "the input is empty": lambda: bwdtune.attention(*leaves(2, 1, 1, 0, 9)),
     "a tensor is of a subclass": lambda: bwdtune.attention(*(t.as_subclass(Subclass) for t in leaves(1, 1, 1, 9, 9))),

@@ -164,8 +164,9 @@ def test_the_reference_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "problem", [Problem.parse("8_16_4096_128", causal=True), Problem.parse("1_8_2_9_64", dtype="fp16")]
 )
-def test_cases_keep_what_a_kernel_is_compiled_for(problem: Problem) -> None:
-    found = cases(problem, cuda=True)
+@pytest.mark.parametrize("cuda", [True, False])
+def test_cases_keep_what_a_kernel_is_compiled_for(problem: Problem, cuda: bool) -> None:
+    found = cases(problem, cuda=cuda)
     for case in found:
         assert (case.problem.dtype, case.problem.head_dim, case.problem.causal) == (
             problem.dtype,

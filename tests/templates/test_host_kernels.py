@@ -65,6 +65,13 @@ def test_presets(dtype: str, head_dim: int, causal: bool, preset: str) -> None:
     assert record.passed, record.reason
 
 
+@pytest.mark.parametrize(("preset", "causal"), [("v3", True), ("t64", True), ("w64lag", True), ("w64first", False)])
+def test_more_tiles_than_the_small_cases_have(preset: str, causal: bool) -> None:
+    problem = Problem("bf16", 2, 4, 2, 391, 433, 64, causal)
+    record = VERIFIER.verify_at(problem, load(render(problem, PRESETS[preset])))
+    assert record.passed, record.reason
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("head_dim", [192, 256])
 @pytest.mark.parametrize(("dtype", "preset"), [("bf16", "w64split"), ("fp16", "w64bulk")])

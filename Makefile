@@ -23,8 +23,8 @@ search: setup
 PYTEST = $(RUN) -m pytest --numprocesses $$($(RUN) -c 'import os; print(os.cpu_count() + 1)') --dist worksteal $(SELECTED)
 
 test: setup
-	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/servers $(VENV)/collected
-	@$(MAKE) --no-print-directory --jobs 2 lint pytest
+	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/servers $(VENV)/collected lint
+	$(PYTEST)
 
 check:
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest SELECTED="-m 'not slow'"

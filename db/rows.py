@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from datetime import timezone
@@ -43,7 +44,14 @@ Condition = sa.ColumnElement[bool]
 
 def equal(row_type: Any, **values: Any) -> list[Condition]:
     """The conditions that a row's columns have these values."""
-    return [getattr(row_type, name) == value for name, value in values.items()]
+    return [_equals(row_type, name, value) for name, value in values.items()]
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _equals(row_type: Any, name: str, value: Any) -> Condition:
+    """Kept: SQLAlchemy takes longer to make the conditions of a problem's identity than SQLite to find it."""
+    condition: Condition = getattr(row_type, name) == value
+    return condition
 
 
 def kind_of(problem: Problem) -> dict[str, Any]:

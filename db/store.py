@@ -143,7 +143,7 @@ class Store:
 
         def make() -> optuna.storages.RDBStorage:
             try:
-                return TrialStorage(url, engine_kwargs=options)
+                return TrialStorage(url, options)
             except optuna.exceptions.StorageInternalError as error:
                 raise error.__cause__ or error from None
             except RuntimeError as error:

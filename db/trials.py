@@ -7,7 +7,7 @@ process can write.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optuna.distributions import distribution_to_json
 from optuna.storages import RDBStorage
@@ -17,12 +17,30 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
     from sqlalchemy.orm import Session
 
+# Versions of Optuna's tables that fit this Optuna: to find out, it reads all its migrations, which takes longer than to
+# open the database.
+_FITTING: set[str] = set()
+
 
 class TrialStorage(RDBStorage):
     """Optuna's storage, for studies whose trials are added when they have ended.
 
     A parameter's choices are not compared with those in earlier trials: a study's name has the space's hash.
+
+    Args:
+        url: Of the database.
+        engine_kwargs: What SQLAlchemy is given beside it.
+
+    Raises:
+        RuntimeError: Its tables are of another version of Optuna.
     """
+
+    def __init__(self, url: str, engine_kwargs: dict[str, Any]) -> None:
+        super().__init__(url, engine_kwargs, skip_compatibility_check=True)
+        version = self.get_current_version()
+        if version not in _FITTING:
+            self._version_manager.check_table_schema_compatibility()
+            _FITTING.add(version)
 
     def _get_prepared_new_trial(
         self, study_id: int, template_trial: FrozenTrial | None, session: Session

@@ -32,6 +32,7 @@ from bwdtune.gen.space import head_dim_refusal, refusal, representatives
 from bwdtune.runtime.gpu import GpuState
 from bwdtune.tuner.lab.protocol import CandidateError
 from bwdtune.tuner.lab.timing import Cycles, Policy, Timing, Timings
+from bwdtune.tuner.search import candidates
 from bwdtune.tuner.search.options import SearchOptions
 from bwdtune.tuner.search.progress import Progress, Status
 from bwdtune.tuner.search.provenance import Machine
@@ -79,6 +80,12 @@ def space(problem: Problem, device: Device) -> tuple[Config, ...]:
 @functools.lru_cache(maxsize=32)
 def _refusals(problem: Problem, device: Device) -> Counter[str]:
     return Counter(filter(None, (refusal(problem, config, device) for config in _points())))
+
+
+@functools.cache
+def _kept(render: Callable[..., Source]) -> Callable[..., Source]:
+    """What renders a source once for all searches of a process: most of them begin with the same ones."""
+    return functools.lru_cache(maxsize=256)(render)
 
 
 def parameter(config: Config, name: str) -> int | None:
@@ -258,6 +265,7 @@ def run_search(
         closing(Store.open(database)) as store,
         mock.patch("bwdtune.tuner.search.candidates.valid_configs", space),
         mock.patch("bwdtune.tuner.search.candidates.refusals", _refusals),
+        mock.patch("bwdtune.tuner.search.candidates.render", _kept(candidates.render)),
     ):
         return search(
             problem,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import fcntl
 import itertools
+import os
 import re
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -170,37 +171,52 @@ def test_a_small_backward_takes_seconds(tmp_path: Path, monkeypatch: pytest.Monk
 # ---- every parameter value ----
 
 
-@functools.cache
-def covering_configs() -> tuple[Config, ...]:
-    """Few configurations in which every two values that some valid configuration has together occur together."""
-    valid = (valid_configs(problem_of("bf16", head_dim, True), HOST) for head_dim in (64, 128, 136))
-    return covering(itertools.chain.from_iterable(valid), together=2)
+@pytest.fixture(scope="module")
+def pair_configs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, ...]:
+    """Few configurations in which every two values that some valid configuration has together occur together.
+
+    To find them takes ten seconds: the first of a run's workers that needs them does it for all.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's own folder lies in the run's
+        folder = folder.parent
+    with (folder / "pair_configs").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        found = file.read().split()
+        if not found:
+            valid = (valid_configs(problem_of("bf16", head_dim, True), HOST) for head_dim in (64, 128, 136))
+            found = [config.id for config in covering(itertools.chain.from_iterable(valid), together=2)]
+            file.write("\n".join(found))
+    return tuple(parse_config(config_id) for config_id in found)
 
 
-@functools.cache
-def covering_cases() -> dict[Problem, list[Config]]:
+@pytest.fixture(scope="module")
+def pair_cases(pair_configs: tuple[Config, ...]) -> dict[Problem, list[Config]]:
     """Those configurations, each for the next kind of problem that it is valid for."""
     cases: dict[Problem, list[Config]] = {problem_of(*kind): [] for kind in KINDS_OF_PAIRS}
     kinds = itertools.cycle(cases)
-    for config in covering_configs():
+    for config in pair_configs:
         problem = next(kind for kind in kinds if refusal(kind, config, HOST) is None)
         cases[problem].append(config)
     return cases
 
 
-def test_every_value_of_every_parameter_is_covered() -> None:
+def test_every_value_of_every_parameter_is_covered(pair_configs: tuple[Config, ...]) -> None:
     for family, config_type in FAMILIES.items():
         for name, choices in config_type.choices.items():
-            named = [*covering_configs(), *(parse_config(config) for _, _, config in (*OF_VALUES, *SPLIT_FEATURES))]
+            named = [*pair_configs, *(parse_config(config) for _, _, config in (*OF_VALUES, *SPLIT_FEATURES))]
             found = {config.to_dict()[name] for config in named if config.family == family}
             assert found == set(choices), name
 
 
 @pytest.mark.parametrize(("dtype", "head_dim", "causal"), KINDS_OF_PAIRS)
-def test_every_pair_of_parameter_values(dtype: str, head_dim: int, causal: bool) -> None:
+def test_every_pair_of_parameter_values(
+    dtype: str, head_dim: int, causal: bool, pair_cases: dict[Problem, list[Config]]
+) -> None:
     """Each kind of problem has some of them: to name them all would take a search through the space at import."""
     problem = problem_of(dtype, head_dim, causal)
-    for config in covering_cases()[problem]:
+    for config in pair_cases[problem]:
         record = VERIFIER.verify(problem, load(render(problem, config)))
         assert record.passed, f"{config.id}: {record.reason}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import sqlalchemy as sa
 from optuna.distributions import distribution_to_json
 from optuna.storages import RDBStorage
 from optuna.storages._rdb import models
@@ -57,20 +58,26 @@ class TrialStorage(RDBStorage):
         )
         session.add(trial)
         session.flush()
-        of_trial = {"trial_id": trial.trial_id}
-        for objective, value in enumerate(template_trial.values or ()):
-            stored, kind = models.TrialValueModel.value_to_stored_repr(value)
-            session.add(models.TrialValueModel(**of_trial, objective=objective, value=stored, value_type=kind))
-        for name, distribution in template_trial.distributions.items():
-            session.add(
-                models.TrialParamModel(
-                    **of_trial,
-                    param_name=name,
-                    param_value=distribution.to_internal_repr(template_trial.params[name]),
-                    distribution_json=distribution_to_json(distribution),
-                )
-            )
-        for key, value in template_trial.user_attrs.items():
-            session.add(models.TrialUserAttributeModel(**of_trial, key=key, value_json=json.dumps(value)))
+        stored = [models.TrialValueModel.value_to_stored_repr(value) for value in template_trial.values or ()]
+        rows: dict[type, list[dict[str, Any]]] = {
+            models.TrialValueModel: [
+                {"objective": objective, "value": value, "value_type": kind}
+                for objective, (value, kind) in enumerate(stored)
+            ],
+            models.TrialParamModel: [
+                {
+                    "param_name": name,
+                    "param_value": distribution.to_internal_repr(template_trial.params[name]),
+                    "distribution_json": distribution_to_json(distribution),
+                }
+                for name, distribution in template_trial.distributions.items()
+            ],
+            models.TrialUserAttributeModel: [
+                {"key": key, "value_json": json.dumps(value)} for key, value in template_trial.user_attrs.items()
+            ],
+        }
+        for model, of_trial in rows.items():
+            if of_trial:  # no objects are made, which would take longer than all else
+                session.execute(sa.insert(model), [{"trial_id": trial.trial_id, **row} for row in of_trial])
         trial.number = trial.count_past_trials(session)
         return trial

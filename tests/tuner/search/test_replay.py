@@ -23,7 +23,7 @@ PROBLEM = Problem.parse("8_16_4096_128", causal=True)
 ROOT = Path(__file__).resolve().parents[3]
 SWEEPS = sorted((ROOT / "benchmarks" / "sweeps").glob("*.json"))
 DOCUMENT = ROOT / "docs" / "search.md"
-SEEDS = range(25)
+SEEDS = range(50)
 
 
 @pytest.fixture(scope="module")

@@ -164,19 +164,36 @@ inline Tensor with_columns(const Tensor& tensor, const SymInt& columns) {
 
 inline Tensor columns_of(const Tensor& wide, const Tensor& like) { return wide.narrow_symint(-1, 0, like.sym_size(-1)); }
 
+inline SymInt most_columns(const Tensor& q, const Tensor& v) { return q.sym_size(-1).max(v.sym_size(-1)); }
+
 // Whether a forward has to be given more columns: it takes one head_dim, and v has another than q and k.
 inline bool needs_columns(const Tensor& q, const Tensor& v, c10::string_view which) {
   return (which == "flash" || which == "flash_window" || which == "cpu") && q.sym_size(-1) != v.sym_size(-1);
 }
 
+// A forward of q, k and v, `run`, which is given them with as many columns each.
+template <class Run>
+Forward with_one_head_dim(const Tensor& q, const Tensor& k, const Tensor& v, const Run& run) {
+  const SymInt most = most_columns(q, v);
+  Forward wide = run(with_columns(q, most), with_columns(k, most), with_columns(v, most));
+  wide.out = columns_of(wide.out, v);
+  return wide;
+}
+
+// The same for a backward of dout, q, k, v and out.
+template <class Run>
+Found with_one_head_dim(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Run& run) {
+  const SymInt most = most_columns(q, v);
+  const auto wide = [&](const Tensor& tensor) { return with_columns(tensor, most); };
+  const Found found = run(wide(dout), wide(q), wide(k), wide(v), wide(out));
+  return Gradients{columns_of(found.dq, q), columns_of(found.dk, k), columns_of(found.dv, v)};
+}
+
 inline Forward forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, c10::string_view which, const Biases& biases) {
-  if (needs_columns(q, v, which)) {
-    const SymInt most = q.sym_size(-1).max(v.sym_size(-1));
-    Forward wide = forward(with_columns(q, most), with_columns(k, most), with_columns(v, most), mask, which, biases);
-    wide.out = columns_of(wide.out, v);
-    return wide;
-  }
+  if (needs_columns(q, v, which))
+    return with_one_head_dim(q, k, v, [&](const auto&... wide) { return forward(wide..., mask, which, biases); });
   if (which == "cudnn") {
     auto result = at::_scaled_dot_product_cudnn_attention(
         q, k, v, std::nullopt, /*compute_log_sumexp=*/true, 0.0, mask.causal, false, mask.scale);
@@ -240,13 +257,10 @@ inline Found pytorch_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const Mask& mask, bool repeatable, c10::string_view which,
     const Biases& biases) {
-  if (needs_columns(q, v, which)) {
-    const SymInt most = q.sym_size(-1).max(v.sym_size(-1));
-    const auto wide = [&](const Tensor& tensor) { return with_columns(tensor, most); };
-    Found found = pytorch_backward(
-        wide(dout), wide(q), wide(k), wide(v), wide(out), lse, seed, offset, mask, repeatable, which, biases);
-    return Gradients{columns_of(found.dq, q), columns_of(found.dk, k), columns_of(found.dv, v)};
-  }
+  if (needs_columns(q, v, which))
+    return with_one_head_dim(dout, q, k, v, out, [&](const auto&... wide) {
+      return pytorch_backward(wide..., lse, seed, offset, mask, repeatable, which, biases);
+    });
   const PytorchOnly pytorch;
   const Deterministic deterministic(repeatable);
   if (which == "cudnn")
@@ -293,12 +307,8 @@ inline Found pytorch_backward(
 inline Forward forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Packed& packed, const Mask& mask, c10::string_view which,
     const MaybeTensor& slopes) {
-  if (needs_columns(q, v, which)) {
-    const SymInt most = q.sym_size(-1).max(v.sym_size(-1));
-    Forward wide = forward(with_columns(q, most), with_columns(k, most), with_columns(v, most), packed, mask, which, slopes);
-    wide.out = columns_of(wide.out, v);
-    return wide;
-  }
+  if (needs_columns(q, v, which))
+    return with_one_head_dim(q, k, v, [&](const auto&... wide) { return forward(wide..., packed, mask, which, slopes); });
   if (which == "flash") {
     auto result = at::_flash_attention_forward_symint(
         q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, 0.0, false, false,
@@ -336,13 +346,10 @@ inline Found pytorch_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const MaybeTensor& seed, const MaybeTensor& offset, const Packed& packed, const Mask& mask, bool repeatable,
     c10::string_view which, const MaybeTensor& slopes) {
-  if (needs_columns(q, v, which)) {
-    const SymInt most = q.sym_size(-1).max(v.sym_size(-1));
-    const auto wide = [&](const Tensor& tensor) { return with_columns(tensor, most); };
-    Found found = pytorch_backward(
-        wide(dout), wide(q), wide(k), wide(v), wide(out), lse, seed, offset, packed, mask, repeatable, which, slopes);
-    return Gradients{columns_of(found.dq, q), columns_of(found.dk, k), columns_of(found.dv, v)};
-  }
+  if (needs_columns(q, v, which))
+    return with_one_head_dim(dout, q, k, v, out, [&](const auto&... wide) {
+      return pytorch_backward(wide..., lse, seed, offset, packed, mask, repeatable, which, slopes);
+    });
   const PytorchOnly pytorch;
   const Deterministic deterministic(repeatable);
   if (which == "flash")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from on_gpu import assert_near, draw
 
 import bwdtune
 from bwdtune.gen.families import PRESETS
@@ -28,16 +29,6 @@ MASKS: dict[str, tuple[bool, Features]] = {
     "window that some see nothing in": (True, Features(window=(20, -1), bottom_right=True)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"is_causal": True}}
-
-
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(found.isfinite(), expected.isfinite())
-    found, expected = (tensor.float().nan_to_num(0, 0, 0) for tensor in (found, expected))
-    assert (found - expected).norm() <= 0.01 * expected.norm() + 1e-4
 
 
 @pytest.mark.parametrize("pattern", ["1_H_S", "B_1_1", "B_H_S"])

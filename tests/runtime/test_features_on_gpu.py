@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from on_gpu import assert_as_in_mathematics, assert_near, draw
 
 import bwdtune
 from bwdtune.gen.build.jobs import build_one
 from bwdtune.gen.families import PRESETS, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import render
-from bwdtune.runtime import forwards, math_attention, torch_attention
+from bwdtune.runtime import forwards, torch_attention
 from bwdtune.runtime.features import Features, Sequences
 from bwdtune.runtime.gpu import current_device
 from bwdtune.runtime.kernel import Kernel, backward
@@ -32,30 +33,6 @@ MASKS: dict[str, tuple[bool, Features]] = {
     "right": (False, Features(window=(-1, 4), bottom_right=True)),
     "capped": (True, Features(softcap=2.0)),
 }
-
-
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(found.isfinite(), expected.isfinite())
-    found, expected = (tensor.float().nan_to_num(0, 0, 0) for tensor in (found, expected))
-    assert (found - expected).norm() <= 0.01 * expected.norm() + 1e-4
-
-
-def assert_as_in_mathematics(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, features: Features
-) -> None:
-    """Output, log-sum-exp (infinite in the same rows) and gradients, against elementary operations."""
-    forward = torch_attention.forward(q, k, v, causal, 0.125, features)
-    output, lse = math_attention.forward(q, k, v, causal, 0.125, features)
-    assert_near(forward.output, output)
-    assert_near(forward.lse, lse)
-    dout = torch.randn_like(q)
-    expected = math_attention.gradients(dout, q, k, v, output, lse, causal, 0.125, features)
-    for ours, theirs in zip(forward.backward(dout), expected, strict=True):
-        assert_near(ours, theirs)
 
 
 @pytest.mark.parametrize("lengths", [(300, 300), (200, 300), (300, 200), (1, 300), (300, 1)])

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from on_gpu import assert_as_in_mathematics, assert_near, draw
 
 import bwdtune
 from bwdtune.gen.families import PRESETS
 from bwdtune.gen.problem import Problem
-from bwdtune.runtime import forwards, math_attention, torch_attention
+from bwdtune.runtime import forwards
 from bwdtune.runtime.features import PLAIN, Features, Sequences
 from bwdtune.runtime.gpu import current_device
 
@@ -26,37 +27,13 @@ MASKS: dict[str, tuple[bool, Features]] = {
 }
 
 
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.shape == expected.shape
-    found, expected = found.float(), expected.float()
-    assert (found - expected).norm() <= 0.01 * expected.norm() + 1e-4
-
-
-def assert_as_in_mathematics(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, features: Features, name: str | None
-) -> None:
-    """Output, log-sum-exp and gradients, against elementary operations."""
-    forward = torch_attention.forward(q, k, v, causal, 0.1, features, name)
-    output, lse = math_attention.forward(q, k, v, causal, 0.1, features)
-    assert_near(forward.output, output)
-    assert_near(forward.lse, lse)
-    dout = torch.randn_like(output)
-    expected = math_attention.gradients(dout, q, k, v, output, lse, causal, 0.1, features)
-    for ours, theirs in zip(forward.backward(dout), expected, strict=True):
-        assert_near(ours, theirs)
-
-
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_pytorchs_forwards(mask: str, head_dims: tuple[int, int]) -> None:
     torch.manual_seed(0)
     causal, features = MASKS[mask]
     q, k, v = draw(2, 4, 200, head_dims[0]), draw(2, 2, 300, head_dims[0]), draw(2, 2, 300, head_dims[1])
-    assert_as_in_mathematics(q, k, v, causal, features, None)
+    assert_as_in_mathematics(q, k, v, causal, features)
 
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
@@ -73,7 +50,7 @@ def test_pytorchs_forward_of_packed_sequences(head_dims: tuple[int, int]) -> Non
     starts = torch.tensor([0, 90, 90, 290], dtype=torch.int32, device="cuda")
     features = Features(sequences=Sequences(starts, starts, 200, 200))
     q, k, v = draw(1, 4, 290, head_dims[0]), draw(1, 2, 290, head_dims[0]), draw(1, 2, 290, head_dims[1])
-    assert_as_in_mathematics(q, k, v, True, features, None)
+    assert_as_in_mathematics(q, k, v, True, features)
 
 
 @pytest.mark.parametrize("way", ["call", "compiled", "packed", "enabled"])

@@ -1,6 +1,6 @@
 # Commands for a fresh machine with python3 and make: `make search`, `make test`, `make check` (the quick part of the tests),
-# `make docs` (the API reference, in build/docs). Each sets up .venv first, which is done again only where pyproject.toml,
-# constraints.txt or this folder's place has changed.
+# `make docs` (the API reference, in build/docs), `make record` (what nvcc makes of the kernels that tests judge, for tests/). Each
+# sets up .venv first, which is done again only where pyproject.toml, constraints.txt or this folder's place has changed.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: search test check docs setup lint pytest
+.PHONY: search test check record docs setup lint pytest
 .DELETE_ON_ERROR:
 
 search: setup
@@ -31,6 +31,9 @@ check:
 
 pytest: setup
 	$(PYTEST)
+
+record: setup
+	$(PYTEST) -m compiled --write-record
 
 # Ray and PostgreSQL, for tests that start a cluster and a server; where they are not installed these are skipped.
 $(VENV)/servers: $(VENV)/installed

@@ -7,10 +7,13 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
+import compile_record
 import pytest
 
 from bwdtune.db import shipped
+from bwdtune.gen.build.toolchain import find_nvcc
 
 KERNELS_KEPT_S = 7 * 24 * 3600.0
 
@@ -22,6 +25,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+# What the tests' processes have asked the record of compiled kernels for, and which keys were not on it.
+_asked: dict[str, tuple[str, compile_record.Figures]] = {}
+_off_record: set[str] = set()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-record", action="store_true", help="write tests/templates/compiled.jsonl anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +71,31 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     for entry in (path for kind in ("kernels", "device_code", "stubs") for path in cache.glob(f"{kind}/*")):
         if time.time() - entry.stat().st_mtime > KERNELS_KEPT_S:
             entry.unlink() if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Hands what was asked of the record to the process that all others belong to, which writes it where told to."""
+    if compile_record.record.cache_info().currsize:
+        _asked.update(compile_record.record().asked)
+        _off_record.update(compile_record.record().compiled)
+    if hasattr(session.config, "workerinput"):
+        session.config.workeroutput["compile_record"] = (_asked, [*_off_record])
+    elif session.config.option.write_record and exitstatus == pytest.ExitCode.OK:
+        compile_record.PATH.write_text(compile_record.written(_asked, find_nvcc().version))
+        _off_record.clear()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes what a worker of pytest-xdist hands over."""
+    asked, off_record = getattr(node, "workeroutput", {}).get("compile_record", ({}, []))
+    _asked.update(asked)
+    _off_record.update(off_record)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _off_record:
+        terminalreporter.write_line(f"{len(_off_record)} compiled kernels are not on record: `make record`")
 
 
 @pytest.fixture(autouse=True)

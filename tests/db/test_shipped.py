@@ -68,6 +68,7 @@ def test_the_packages_own_table_names_its_machine_code(row: Shipped) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.compiled
 @each_row
 def test_the_packages_own_table_is_of_the_kernels_as_they_are(row: Shipped) -> None:
     """Dispatch uses no row of another kernel than was measured.

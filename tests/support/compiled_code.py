@@ -1,4 +1,4 @@
-"""What nvcc makes of a kernel's device code, without that of its launcher, which takes as long again."""
+"""What nvcc makes of a kernel: compiled, or as it is on record (`compile_record`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import json
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import compile_record
+from compile_record import Figures
 
 from bwdtune.gen.build.compile_step import CompiledResources, parse_ptxas
-from bwdtune.gen.build.jobs import MAIN_KERNEL
+from bwdtune.gen.build.jobs import MAIN_KERNEL, Variant, build
 from bwdtune.gen.build.machine_code import machine_code
 from bwdtune.gen.build.toolchain import find_nvcc
 from bwdtune.gen.device import Device
@@ -19,49 +24,97 @@ from bwdtune.gen.families import Config
 from bwdtune.gen.paths import cache_dir
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import Source, render
+from bwdtune.runtime.kernel import Kernel
 
 # What nvcc calls the anonymous namespace: by the file's name and content.
 _ANONYMOUS = re.compile(r"\d*_GLOBAL__N__[0-9a-f]{8}_\d+_\w+?_cu_[0-9a-f]{8}")
+_SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 
 @dataclass(frozen=True)
-class DeviceCode:
-    """A kernel's device code.
+class Compiled:
+    """A kernel as nvcc has compiled it.
 
     Attributes:
-        log: What the compiler said.
         resources: Of the main kernel.
+        complaints: The compiler's warnings, and what ptxas says of serialized wgmma.
         machine_code: Its hash.
+        info: What a library says of itself, `KernelInfo` and whether it counts cycles; empty where only device code was
+            compiled.
     """
 
-    log: str
     resources: CompiledResources
+    complaints: list[str]
     machine_code: str
+    info: dict[str, Any]
 
 
-def device_code(problem: Problem, config: Config, device: Device) -> DeviceCode:
-    """Compiles a kernel's device code, or takes what the compiler said of it from the cache of all tests.
+def device_code(problem: Problem, config: Config, device: Device) -> Compiled:
+    """A kernel's device code, without that of its launcher, which takes as long again to compile.
 
     That a block has as many threads as arithmetic says is asserted in its text, as its shared memory is anyway.
     """
     source = render(problem, config)
     assert "static_assert(SHARED_MEMORY_BYTES == " in source.text
     text = f"{source.text}\nstatic_assert(NUM_THREADS == {config.estimate(problem).threads});\n"
-    nvcc = find_nvcc()
-    content = "\0".join((text, device.arch, nvcc.version, nvcc.fingerprint, *nvcc.flags(device.arch)))
-    kept = cache_dir(None) / "device_code" / hashlib.sha256(content.encode()).hexdigest()
+    key = _key(text, device.arch)
+    record = compile_record.record()
+    figures = None if record.answers(key) else _device_code(text, device.arch, key)
+    found = _compiled(record.judge(key, f"{device.arch} {source.name}", figures))
+    assert not any(_SERIALIZED in line for line in found.complaints), found.complaints
+    return found
+
+
+def libraries(sources: Sequence[Source], arch: str) -> list[Compiled]:
+    """Kernels as libraries, built as they are for use."""
+    record = compile_record.record()
+    keys = [_key("library", source.text, arch) for source in sources]
+    missing = [source for key, source in zip(keys, sources, strict=True) if not record.answers(key)]
+    figures = {variant.source: _of_library(variant) for variant in build(missing, arch)} if missing else {}
+    return [
+        _compiled(record.judge(key, f"{arch} {source.name}.so", figures.get(source)))
+        for key, source in zip(keys, sources, strict=True)
+    ]
+
+
+def _key(*parts: str) -> str:
+    nvcc, arch = find_nvcc(), parts[-1]
+    return compile_record.key_of(*parts, nvcc.version, nvcc.fingerprint, *nvcc.flags(arch))
+
+
+def _compiled(figures: Figures) -> Compiled:
+    return Compiled(**{**figures, "resources": CompiledResources(**figures["resources"])})
+
+
+def _device_code(text: str, arch: str, key: str) -> Figures:
+    """Compiles, or takes what the compiler made of the text from the cache of all tests."""
+    kept = cache_dir(None) / "device_code" / key
     if not kept.exists():
         with tempfile.TemporaryDirectory() as folder:
-            compiled = _compile(text, device.arch, Path(folder), "cubin")
+            compiled = _compile(text, arch, Path(folder), "cubin")
             found = json.dumps({"log": compiled.log, "machine_code": machine_code(compiled.result)})
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
             file.write(found)
         Path(file.name).replace(kept)
     found = json.loads(kept.read_text())
-    assert "wgmma.mma_async instructions are serialized" not in found["log"]
     (resources,) = (figures for name, figures in parse_ptxas(found["log"]).items() if MAIN_KERNEL in name)
-    return DeviceCode(found["log"], resources, found["machine_code"])
+    return asdict(Compiled(resources, _complaints(found["log"]), found["machine_code"], {}))
+
+
+def _of_library(variant: Variant) -> Figures:
+    assert variant.status == "ok", variant.error
+    assert variant.resources
+    assert variant.library
+    assert variant.machine_code
+    assert variant.log
+    kernel = Kernel.load(variant.library)
+    info = {**asdict(kernel.info), "counts_cycles": kernel.counts_cycles}
+    return asdict(Compiled(variant.resources, _complaints(variant.log.read_text()), variant.machine_code, info))
+
+
+def _complaints(log: str) -> list[str]:
+    return [_ANONYMOUS.sub("", line) for line in log.splitlines() if "warning #" in line or _SERIALIZED in line]
 
 
 def same_machine_code(a: Source, b: Source, arch: str, folder: Path) -> bool:

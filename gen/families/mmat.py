@@ -242,6 +242,8 @@ class TransposedMmaConfig(Config):
                     f"{product} does not divide: {head_dim} columns in {parts} parts are filled up to "
                     f"{filled}, and a tile has {there}"
                 )
+        if self.p_first and problem.sink and problem.dtype == "fp16":
+            return "a sink may leave all of a row's P below fp16's normal range: dS has to be made of P in fp32"
         if self.p_first and problem.softcap and problem.bias_grad:
             return "with P first, P times the cap's derivative is kept for dS, and dBias needs P itself"
         return None

@@ -8,6 +8,7 @@ FlashAttention-3 or elementary operations.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -176,7 +177,9 @@ def _plain(
     if torch.compiler.is_compiling():
         if chosen != FLASH:
             return chosen
-        return _of_head_dims(_default_under_compile(q.device, q.dtype, *head_dims, causal), head_dims, kernel)
+        # With dynamic shapes these are symbols. `index` makes them constants: a graph serves one pair of head_dims.
+        head_dim, head_dim_v = operator.index(q.shape[3]), operator.index(v.shape[3])
+        return _default_under_compile(q.device, q.dtype, head_dim, head_dim_v, causal, kernel)
     if chosen != FLASH:
         switch = {
             FOR_CPU: torch.backends.cuda.flash_sdp_enabled,
@@ -211,15 +214,16 @@ def constant_under_compile(function: Callable[..., Any]) -> None:
 
 
 def _default_under_compile(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, causal: bool
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, causal: bool, kernel: bool
 ) -> str:
-    """PyTorch's choice at a common length: a traced graph serves many lengths, and tensors have no storage there."""
+    """The choice at a common length: a traced graph serves many lengths, and tensors have no storage there."""
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
     with unset_fake_temporarily(), FakeTensorMode():
         q = torch.empty(1, 8, 1024, head_dim, dtype=dtype, device=device, requires_grad=True)
         v = torch.empty(1, 8, 1024, head_dim_v, dtype=dtype, device=device, requires_grad=True)
-        return _BACKENDS.get(torch._fused_sdp_choice(q, q, v, None, 0.0, causal), MATH)
+        default = _BACKENDS.get(torch._fused_sdp_choice(q, q, v, None, 0.0, causal), MATH)
+    return _of_head_dims(default, (head_dim, head_dim_v), kernel)
 
 
 constant_under_compile(_default_under_compile)

@@ -163,6 +163,13 @@ def test_a_refusal_of_the_transposed_family_says_why(changes: dict[str, int], sa
     assert re.search(said, reason), reason
 
 
+def test_beside_a_sink_fp16_has_p_in_fp32_for_ds() -> None:
+    """P in fp16 is also the operand of dV there, so it cannot be scaled."""
+    sink = dataclasses.replace(SEED, sink=True)
+    assert refusal(sink, PRESETS["t64"], H200) is None
+    assert "below fp16's normal range" in (refusal(dataclasses.replace(sink, dtype="fp16"), PRESETS["t64"], H200) or "")
+
+
 GROUPED = dataclasses.replace(SEED, heads_kv=4)
 
 

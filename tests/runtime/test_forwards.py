@@ -48,6 +48,21 @@ def test_a_plain_mask_has_pytorchs_default(monkeypatch: pytest.MonkeyPatch) -> N
         assert choose(q, q, True) == name
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_under_torch_compile_of_other_head_dims(monkeypatch: pytest.MonkeyPatch, dynamic: bool | None) -> None:
+    """From the second on they are symbols; here, where the mask has FlashAttention, as on a GPU."""
+    monkeypatch.setattr(forwards, "by_mask", lambda *given: forwards.FLASH)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **options: 2)
+
+    def named(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, str]:
+        return q * 2, forwards.choose(q, q, v, True, 0.125, PLAIN, enable_gqa=True, kernel=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(named, backend="eager", fullgraph=True, dynamic=dynamic)
+    for head_dim, head_dim_v, name in ((64, 64, "efficient"), (128, 64, "flash"), (64, 128, "flash")):
+        assert compiled(torch.zeros(1, 2, 8, head_dim), torch.zeros(1, 2, 8, head_dim_v))[1] == name
+
+
 STARTS = torch.tensor([0, 20, 40], dtype=torch.int32)
 SAME, OTHER = (Sequences(STARTS, starts, 20, 20) for starts in (STARTS, STARTS.clone()))
 MASKS: list[tuple[int, int, bool, Features, str]] = [

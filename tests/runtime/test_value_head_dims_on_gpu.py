@@ -53,7 +53,7 @@ def test_pytorchs_forward_of_packed_sequences(head_dims: tuple[int, int]) -> Non
     assert_as_in_mathematics(q, k, v, True, features)
 
 
-@pytest.mark.parametrize("way", ["call", "compiled", "packed", "enabled"])
+@pytest.mark.parametrize("way", ["call", "compiled", "dynamic", "packed", "enabled"])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 def test_attention_uses_the_winner(
     store_winner: Callable[..., None], head_dims: tuple[int, int], way: str, caplog: pytest.LogCaptureFixture
@@ -76,6 +76,7 @@ def test_attention_uses_the_winner(
     calls: dict[str, Callable[..., torch.Tensor]] = {
         "call": whole,
         "compiled": torch.compile(whole),
+        "dynamic": torch.compile(whole, dynamic=True),
         "packed": packed,
         "enabled": lambda *tensors: F.scaled_dot_product_attention(*tensors, is_causal=True),
     }

@@ -1,8 +1,8 @@
 """One compile: under a lock, with a time limit, in a private directory that is renamed into place when it is complete.
 
-ninja runs this file as a script (``python -I -S compile_step.py JOB SOCKET``), one process for each compile. It
-therefore imports only the standard library, and shares only the file system with others: several processes may build
-into one cache.
+`command` starts one process for each compile, which runs `main`. It therefore imports only the standard library, and of
+that little: dataclasses, pathlib, socket, subprocess and tempfile take longer than the rest of it. It shares only the
+file system with others: several processes may build into one cache.
 
 What it publishes, by one rename, is an entry: the source, the library, the compiler's output and a `Record` of it.
 """
@@ -18,18 +18,12 @@ import os
 import re
 import select
 import shlex
-import shutil
 import signal
-import socket
 import struct
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 RECORD_FILE = "variant.json"
 LOG_FILE = "compile.log"
@@ -42,8 +36,7 @@ _ELF_OBJECT, _ELF_SHARED = 1, 3  # ET_REL, ET_DYN
 _ELF_HEADER = struct.Struct("<6s10xH22xQ10xHH2x")  # e_ident, e_type, e_shoff, e_shentsize, e_shnum
 
 
-@dataclass(frozen=True)
-class CompiledResources:
+class CompiledResources(NamedTuple):
     """What ptxas says of one kernel (``-Xptxas -v``).
 
     Attributes:
@@ -61,12 +54,11 @@ class CompiledResources:
     barriers: int
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """What ninja's process is told: a JSON file.
 
     Attributes:
-        index: The number that its reports carry.
+        number: Which its reports carry.
         directory: Private, holds the source already; becomes the entry.
         entry: Where it is published.
         lock: The lock file of that entry.
@@ -77,7 +69,7 @@ class Job:
         toolchain: The compiler's version, to be recorded.
     """
 
-    index: int
+    number: int
     directory: str
     entry: str
     lock: str
@@ -88,8 +80,7 @@ class Job:
     toolchain: str
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """How a compile went.
 
     Attributes:
@@ -115,12 +106,15 @@ class Record:
     timeout_s: float
     seconds: float
     toolchain: str
-    kernels: dict[str, CompiledResources] = field(default_factory=dict)
+    kernels: dict[str, CompiledResources]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Record:
         kernels = {name: CompiledResources(**figures) for name, figures in values.pop("kernels").items()}
         return cls(**values, kernels=kernels)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._asdict() | {"kernels": {name: figures._asdict() for name, figures in self.kernels.items()}}
 
 
 class Stopped(Exception):
@@ -131,11 +125,26 @@ class Orphaned(Stopped):
     """The process that this compile was for has ended."""
 
 
-def read_record(entry: Path) -> Record | None:
+def command(job_file: str, descriptor: int) -> list[str]:
+    """The command that compiles what a `Job` says.
+
+    A script would be compiled anew each time: this is a module, whose bytecode the importing process has left. With
+    ``-B`` the step itself leaves nothing.
+
+    Args:
+        job_file: The job, as JSON.
+        descriptor: The socket of the build that the process is part of, for its reports.
+    """
+    run = "import sys; sys.path.append(sys.argv[1]); import compile_step; sys.exit(compile_step.main(*sys.argv[2:]))"
+    return [sys.executable, "-ISB", "-c", run, os.path.dirname(os.path.realpath(__file__)), job_file, str(descriptor)]
+
+
+def read_record(entry: str | os.PathLike[str]) -> Record | None:
     """The record of an entry that is whole; None where there is none, or a part of it was lost or replaced."""
     try:
-        record = Record.from_dict(json.loads((entry / RECORD_FILE).read_text(encoding="utf-8")))
-        whole = record.status != "ok" or _sha256(entry / record.library) == record.library_sha256
+        with open(os.path.join(entry, RECORD_FILE), encoding="utf-8") as file:
+            record = Record.from_dict(json.load(file))
+        whole = record.status != "ok" or _sha256(os.path.join(entry, record.library)) == record.library_sha256
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return record if whole else None
@@ -210,7 +219,8 @@ def _hint(log: str, directories: list[str]) -> str | None:
     for pattern, hint in _HINTS:
         if re.search(pattern, log):
             return hint
-    full = [path for path in directories if shutil.disk_usage(path).free < _LITTLE_SPACE_BYTES]
+    free = ((path, os.statvfs(path)) for path in directories)
+    full = [path for path, space in free if space.f_bavail * space.f_frsize < _LITTLE_SPACE_BYTES]
     return f"no space left in {full[0]}" if full else None
 
 
@@ -252,16 +262,18 @@ def _failed(job: Job, status: str, error: str, seconds: float, *, lasting: bool,
         timeout_s=job.timeout_s,
         seconds=round(seconds, 3),
         toolchain=job.toolchain,
+        kernels={},
     )
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
-def _is_whole_library(path: Path) -> bool:
+def _is_whole_library(path: str) -> bool:
     """Whether a library, or an object, has all its sections: of a compiler that is cut off a part may be left."""
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         header = file.read(_ELF_HEADER.size)
         if len(header) < _ELF_HEADER.size:
             return False
@@ -273,22 +285,23 @@ def _is_whole_library(path: Path) -> bool:
 class _Build:
     """The build that this process works for.
 
-    At the other end of a socket it hears reports, and its end is noticed. Signals that are to stop this process are
-    noticed in the same place and nowhere else: an exception out of a handler might come while the compiler is being
-    started, and leave it running.
+    At the other end of a socket, whose descriptor this takes, it hears reports, and its end is noticed. Signals that
+    are to stop this process are noticed in the same place and nowhere else: an exception out of a handler might come
+    while the compiler is being started, and leave it running.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: int) -> None:
+        os.set_inheritable(connection, False)  # what a compiler leaves running would keep it open
         self._connection = connection
-        self._signals, wakeup = socket.socketpair()
-        wakeup.setblocking(False)
+        self._signals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)  # Python writes to the wakeup socket
-        signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
+            signal.signal(number, lambda *_: None)  # Python writes to the wakeup pipe
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
     def report(self, **message: object) -> None:
         try:
-            self._connection.send(json.dumps(message).encode())
+            os.write(self._connection, json.dumps(message).encode())  # of a socket that keeps messages apart
         except OSError:
             raise Orphaned from None
 
@@ -309,7 +322,7 @@ class _Build:
 @contextlib.contextmanager
 def _locked(job: Job, build: _Build) -> Iterator[None]:
     """Holds the entry's lock. It is the operating system's and dies with its holder; the file itself means nothing."""
-    Path(job.lock).parent.mkdir(parents=True, exist_ok=True)
+    os.makedirs(os.path.dirname(job.lock), exist_ok=True)
     descriptor = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         announce_at = time.monotonic() + _ANNOUNCED_WAIT_S
@@ -324,56 +337,90 @@ def _locked(job: Job, build: _Build) -> Iterator[None]:
                     raise
             if time.monotonic() >= announce_at:
                 owner = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
-                build.report(event="waiting", index=job.index, lock=job.lock, owner=owner or "an unknown process")
+                build.report(event="waiting", index=job.number, lock=job.lock, owner=owner or "an unknown process")
                 announce_at = float("inf")
             build.wait(_POLL_S)
         with contextlib.suppress(OSError):  # only to be told to others
             os.truncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
         yield
     finally:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def _scratch(parent: str) -> Iterator[str]:
+    """A directory of this process for the time of the block."""
+    path = os.path.join(parent, str(os.getpid()))
+    os.mkdir(path)
+    try:
+        yield path
+    finally:
+        try:
+            os.rmdir(path)
+        except OSError:  # a compiler that was ended has left something
+            _remove(path)
+
+
+def _remove(directory: str) -> None:
+    import shutil  # only here: it takes longer to import than most compiles need of it
+
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start(command: list[str], environment: dict[str, str], output: int) -> int:
+    """Starts a program in this process's directory, in a session of its own; its number."""
+    return os.posix_spawnp(
+        command[0],
+        command,
+        environment,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, output, 1),
+            (os.POSIX_SPAWN_DUP2, output, 2),
+        ],
+        setsid=True,
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # which Python ignores
+    )
+
+
 def _compile(job: Job, build: _Build) -> Record:
     """Runs the compiler in a session of its own, so that all that it started can be ended with it."""
     started = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(dir=job.scratch, ignore_cleanup_errors=True) as scratch,
-        tempfile.TemporaryFile() as output,
-    ):
+    os.chdir(job.directory)
+    with _scratch(job.scratch) as scratch, open(LOG_FILE, "w+b") as output:
         try:
-            compiler = subprocess.Popen(
-                job.command,
-                cwd=job.directory,
-                env={**os.environ, "TMPDIR": scratch},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            compiler = _start(job.command, {**os.environ, "TMPDIR": scratch}, output.fileno())
         except OSError as error:
             return _failed(job, "failed", f"{job.command[0]} does not run: {error.strerror}", 0, lasting=False)
+        ended, status = 0, 0
         try:
-            while compiler.poll() is None and time.monotonic() - started < job.timeout_s:
+            while time.monotonic() - started < job.timeout_s:
+                ended, status = os.waitpid(compiler, os.WNOHANG)
+                if ended:
+                    break
                 build.wait(_POLL_S)
-            timed_out = compiler.poll() is None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(compiler.pid, signal.SIGKILL)  # also what a compiler that has ended left running
-            exit_status = compiler.wait()
+                os.killpg(compiler, signal.SIGKILL)  # also what a compiler that has ended left running
+            if not ended:
+                _, status = os.waitpid(compiler, 0)
+        exit_status = os.waitstatus_to_exitcode(status)
         seconds = time.monotonic() - started
         output.seek(0)
         log = output.read().decode(errors="replace")
+    with open(LOG_FILE, "w", encoding="utf-8") as file:
+        file.write(f"$ {shlex.join(job.command)}\n{log}")
 
-    Path(job.directory, LOG_FILE).write_text(f"$ {shlex.join(job.command)}\n{log}", encoding="utf-8")
-    library = Path(job.directory, job.library)
-    if timed_out:
+    library = os.path.join(job.directory, job.library)
+    if not ended:
         return _failed(job, "timeout", f"not compiled within {job.timeout_s:g} s", seconds, lasting=True)
-    if exit_status or not library.is_file():
+    if exit_status or not os.path.isfile(library):
         return _failure(job, exit_status, log, seconds)
     if not _is_whole_library(library):
-        part = f"the compiler said it was done, but left a library that is not whole: {library.stat().st_size:,} bytes"
+        part = (
+            f"the compiler said it was done, but left a library that is not whole: {os.path.getsize(library):,} bytes"
+        )
         hint = _hint(log, [job.directory, job.scratch])
         return _failed(job, "failed", "; ".join(filter(None, (part, hint))), seconds, lasting=False)
     if serialized := _SERIALIZED_WGMMA.search(log):
@@ -394,14 +441,15 @@ def _compile(job: Job, build: _Build) -> Record:
 
 def _publish(job: Job, record: Record) -> None:
     """Makes the private directory the entry, whole, in place of one that decides nothing."""
-    Path(job.directory, RECORD_FILE).write_text(json.dumps(asdict(record)), encoding="utf-8")
-    Path(job.entry).parent.mkdir(parents=True, exist_ok=True)
+    with open(os.path.join(job.directory, RECORD_FILE), "w", encoding="utf-8") as file:
+        file.write(json.dumps(record.to_dict()))
+    os.makedirs(os.path.dirname(job.entry), exist_ok=True)
     for delay_s in (0.0, 0.1, 0.5, 2.0):
         time.sleep(delay_s)  # a network file system may say "busy" for a while
         try:
             with contextlib.suppress(FileNotFoundError):
-                Path(job.entry).rename(f"{job.directory}.replaced{delay_s}")
-            Path(job.directory).rename(job.entry)
+                os.rename(job.entry, f"{job.directory}.replaced{delay_s}")
+            os.rename(job.directory, job.entry)
             return
         except OSError as error:
             failure = error
@@ -413,7 +461,7 @@ def _run(job: Job, build: _Build) -> Record:
     started = time.monotonic()
     try:
         with _locked(job, build):
-            record = read_record(Path(job.entry))
+            record = read_record(job.entry)
             if record is None or not decides(record, job.timeout_s):
                 record = _compile(job, build)
                 _publish(job, record)
@@ -430,22 +478,19 @@ def _run(job: Job, build: _Build) -> Record:
 
 
 def main(job_file: str, descriptor: str) -> int:
-    """The script. Exit status: 0 compiled, 1 not compiled, 130 stopped."""
+    """The process. Exit status: 0 compiled, 1 not compiled, 130 stopped."""
     try:
-        job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))
-        build = _Build(socket.socket(fileno=int(descriptor)))
-        build.report(event="started", index=job.index)
+        with open(job_file, encoding="utf-8") as file:
+            job = Job(**json.load(file))
+        build = _Build(int(descriptor))
+        build.report(event="started", index=job.number)
         record = _run(job, build)
-        build.report(event="done", index=job.index, record=asdict(record))
+        build.report(event="done", index=job.number, record=record.to_dict())
     except Orphaned:
         # Nobody else is left to do it. Other compiles of the same build may be at it too.
-        for directory in (Path(job.directory).parent, Path(job.scratch)):
-            shutil.rmtree(directory, ignore_errors=True)
+        for directory in (os.path.dirname(job.directory), job.scratch):
+            _remove(directory)
         return 130
     except Stopped:
         return 130
     return 0 if record.status == "ok" else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -18,11 +18,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -313,7 +312,7 @@ def _build_missing(
 
         def job(index: int, key: str, directory: Path, command: list[str], result: str) -> Job:
             return Job(
-                index=index,
+                number=index,
                 directory=str(directory),
                 entry=str(cache / "kernels" / key),
                 lock=str(cache / "locks" / f"{key}.lock"),
@@ -386,7 +385,7 @@ def _run_twice(
             return
     for one in batch:
         reason = "the compile was killed twice, the second time with no other beside it: is memory short?"
-        yield one.index, Record("failed", reason, False, True, "", "", one.timeout_s, 0.0, one.toolchain)
+        yield one.number, Record("failed", reason, False, True, "", "", one.timeout_s, 0.0, one.toolchain, {})
 
 
 def _command(
@@ -412,13 +411,12 @@ def _run(batch: list[Job], work: Path, jobs: int) -> Generator[tuple[int, Record
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, contextlib.ExitStack() as stack:
         with theirs:
-            step = [sys.executable, "-I", "-S", str(Path(compile_step.__file__).resolve())]
             for job in batch:
-                (work / f"{job.index}.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
+                (work / f"{job.number}.json").write_text(json.dumps(job._asdict()), encoding="utf-8")
             if len(batch) == 1:
-                command = [*step, f"{batch[0].index}.json", str(theirs.fileno())]
+                command = compile_step.command(f"{batch[0].number}.json", theirs.fileno())
             else:
-                _write_ninja_file(batch, work, step, theirs.fileno())
+                _write_ninja_file(batch, work, theirs.fileno())
                 command = [str(_find_ninja()), "-k0", f"-j{jobs}"]  # -k0: the failure of one does not end the others
             running = stack.enter_context(_running(command, work, theirs.fileno()))
         started, left = False, len(batch)
@@ -439,10 +437,12 @@ def _run(batch: list[Job], work: Path, jobs: int) -> Generator[tuple[int, Record
             raise BuildError(f"{Path(command[0]).name} does not run the compiles: {said}")
 
 
-def _write_ninja_file(batch: list[Job], work: Path, step: list[str], descriptor: int) -> None:
-    """Files are named by numbers, relative to ``work``; only this Python's and the script's path can need quoting."""
-    lines = ["rule compile", f"  command = {shlex.join(step).replace('$', '$$')} $in {descriptor}"]
-    lines += [f"build {job.index}: compile {job.index}.json" for job in batch]
+def _write_ninja_file(batch: list[Job], work: Path, descriptor: int) -> None:
+    """Files are named by numbers, relative to ``work``."""
+    lines = ["rule compile", "  command = $step"]
+    for job in batch:
+        step = shlex.join(compile_step.command(f"{job.number}.json", descriptor)).replace("$", "$$")
+        lines += [f"build {job.number}: compile {job.number}.json", f"  step = {step}"]
     (work / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -854,6 +854,10 @@ class Block {
 
   // Goes on with another thread: the next of this warp, else the first of another.
   void suspend(Fiber& fiber) {
+    // A stack that is too small is noticed when the others' locals, which lie below, are overwritten, but before they are used.
+    if (static_cast<uint8_t*>(__builtin_frame_address(0)) < stacks_.bottom(fiber.thread))
+      fault(fiber, cudaErrorLaunchFailure, fiber.warp->arrived >> fiber.lane & 1 ? fiber.warp->line : fiber.line,
+            "local variables take more than a thread's %zu KiB of stack", Stacks::STRIDE >> 10);
     const Warp* warp = fiber.warp;
     uint32_t ready = warp->ready & ~((2u << fiber.lane) - 1);
     if (!ready) ready = warp->ready;

@@ -121,18 +121,19 @@ class Context {
 
 #endif
 
-// Stacks for `count` fibers; pages are only taken where they are touched.
+// Stacks for `count` fibers; pages are only taken where they are touched. Below the lowest is room without access. To guard each
+// stack so would take a launch longer than most of what it runs: see Block::suspend.
 class Stacks {
  public:
-  explicit Stacks(uint32_t count) : bytes_(count * STRIDE) {
+  static constexpr size_t STRIDE = size_t{256} << 10;
+
+  explicit Stacks(uint32_t count) : bytes_((count + 1) * STRIDE) {
     base_ = static_cast<uint8_t*>(
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (base_ == MAP_FAILED) {
+    if (base_ == MAP_FAILED)
       base_ = nullptr;
-      return;
-    }
-    // An overflow hits a page without access rather than the neighbour's locals.
-    for (uint32_t i = 0; i < count; i++) mprotect(bottom(i), PAGE, PROT_NONE);
+    else
+      mprotect(base_, STRIDE, PROT_NONE);
   }
   ~Stacks() {
     if (base_) munmap(base_, bytes_);
@@ -141,12 +142,12 @@ class Stacks {
   Stacks& operator=(const Stacks&) = delete;
 
   bool allocated() const { return base_ != nullptr; }
-  uint8_t* bottom(uint32_t i) const { return base_ + i * STRIDE; }
+  uint8_t* bottom(uint32_t i) const { return base_ + (i + 1) * STRIDE; }
   // Staggered: stacks that all end at one offset of a page would compete for the same few cache sets.
-  uint8_t* top(uint32_t i) const { return base_ + (i + 1) * STRIDE - i * STAGGER % PAGE; }
+  uint8_t* top(uint32_t i) const { return bottom(i) + STRIDE - i * STAGGER % PAGE; }
 
  private:
-  static constexpr size_t STRIDE = size_t{256} << 10, PAGE = 4096, STAGGER = 13 * 64;
+  static constexpr size_t PAGE = 4096, STAGGER = 13 * 64;
   size_t bytes_;
   uint8_t* base_;
 };

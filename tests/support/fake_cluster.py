@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import markupsafe._speedups
@@ -55,4 +55,4 @@ def compile_here(folder: str, source: Source, arch: str) -> Built:
         kernels={"backward_kernel": variant.resources} if variant.resources else {},
     )
     variant = replace(variant, key=f"{source.hash}-{arch}-{variant.toolchain}")  # as a real one's begins
-    return Built(variant, {"kernel.so": LIBRARY, RECORD_FILE: json.dumps(asdict(record)).encode()})
+    return Built(variant, {"kernel.so": LIBRARY, RECORD_FILE: json.dumps(record.to_dict()).encode()})

@@ -303,6 +303,17 @@ __global__ void two_places_in_one_warp(const __grid_constant__ Arguments) {
 }
 
 template <bool FAULT>
+__global__ void too_many_local_variables(const __grid_constant__ Arguments) {
+  const auto wait = [] {
+    char locals[FAULT ? 300 << 10 : 1];
+    locals[0] = 1;
+    ptx::elect_one();
+    return locals[0];
+  };
+  if (threadIdx.x / 32 == 1) wait();
+}
+
+template <bool FAULT>
 __global__ void half_a_warp_waits_forever(const __grid_constant__ Arguments) {
   init_barrier();
   if (FAULT && threadIdx.x == 7) ptx::mbarrier_wait(barrier(), 0);
@@ -710,6 +721,7 @@ struct Case {
     CASE(half_a_warp_at_a_barrier),
     CASE(two_places_in_one_warp),
     CASE(half_a_warp_waits_forever),
+    CASE(too_many_local_variables),
     CASE(mma_in_half_a_warp),
     CASE(mma_at_two_places),
     CASE(mma_that_is_not_done),

@@ -84,6 +84,10 @@ FAULTS: dict[str, tuple[int, str]] = {
         DEADLOCK,
         r"elect\.sync of line \d+ is reached by lanes 0xffffff7f of warp 0 only; thread 7 wa",
     ),
+    "too_many_local_variables": (
+        FAILURE,
+        r"thread 32 \(warp 1, lane 0\), line \d+: local variables take more than a thread's 256 KiB of stack",
+    ),
     "mma_in_half_a_warp": (
         FAILURE,
         r"thread 16 .*mma\.m16n8k16 of line \d+ is reached by a part of its warp only: this thread has not come to it",

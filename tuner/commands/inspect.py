@@ -109,7 +109,7 @@ class Inspection:
             "blocks_per_sm": self.blocks_per_sm,
             "occupancy": self.occupancy,
             "estimate": asdict(self.estimate),
-            "kernels": {name: asdict(figures) for name, figures in self.variant.kernels.items()},
+            "kernels": {name: figures._asdict() for name, figures in self.variant.kernels.items()},
         }
 
     def table(self) -> Table:

@@ -607,15 +607,15 @@ except KeyboardInterrupt:
 
 
 SLOW_START = """
-import subprocess, sys, time
+import os, sys, time
 from bwdtune.gen.build import compile_step
 
-class SlowPopen(subprocess.Popen):
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        time.sleep(1)
+def slow_spawn(*arguments, spawn=os.posix_spawnp, **options):
+    process = spawn(*arguments, **options)
+    time.sleep(1)
+    return process
 
-subprocess.Popen = SlowPopen
+os.posix_spawnp = slow_spawn
 sys.exit(compile_step.main(*sys.argv[1:]))
 """
 
@@ -658,11 +658,11 @@ class TestOtherProcesses:
 
     @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
     def test_a_compiler_that_is_just_being_started_is_ended_too(self, tmp_path: Path, ending: signal.Signals) -> None:
-        """The signal comes when the compiler runs and `Popen` has not returned yet."""
+        """The signal comes when the compiler runs and what has started it has not returned yet."""
         pid = tmp_path / "pid"
         (tmp_path / "entry").mkdir()
         job = compile_step.Job(
-            index=0,
+            number=0,
             directory=str(tmp_path / "entry"),
             entry=str(tmp_path / "kernels" / "key"),
             lock=str(tmp_path / "lock"),
@@ -672,7 +672,7 @@ class TestOtherProcesses:
             timeout_s=30.0,
             toolchain="13.0.88",
         )
-        (tmp_path / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
+        (tmp_path / "job.json").write_text(json.dumps(job._asdict()))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             step = subprocess.Popen(

@@ -141,7 +141,7 @@ def test_what_costs_more_takes_longer(device: Device) -> None:
         assert predict(replace(PROBLEM, causal=False), config, device).ms > 1.5 * ms
         assert predict(replace(PROBLEM, batch=16), config, device).ms > 1.9 * ms
         assert predict(PROBLEM, config, replace(device, sm_count=device.sm_count // 2)).ms > 1.5 * ms
-        spilled = predict(PROBLEM, config, device, replace(resources, spill_bytes=400))
+        spilled = predict(PROBLEM, config, device, resources._replace(spill_bytes=400))
         assert spilled.cycles > predict(PROBLEM, config, device, resources).cycles
 
 

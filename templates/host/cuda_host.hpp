@@ -1,17 +1,9 @@
 // The part of CUDA's language and runtime that a generated kernel names, for a plain C++ compiler. Values of enums are CUDA's.
 #pragma once
 
-// libstdc++ then takes math.h for C's alone, here and where a kernel includes it: <cmath>, which it stands for otherwise, is more
-// text than all of the kernel.
-#ifndef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
-#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
-#endif
-
-#include <inttypes.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <string.h>
 
 #include <initializer_list>
 
@@ -59,9 +51,7 @@ constexpr auto max(A a, B b) {
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __float_as_uint(float value) {
-  unsigned bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
+  return __builtin_bit_cast(unsigned, value);
 }
 
 enum cudaError_t {

@@ -1,9 +1,11 @@
 // What the CUDA runtime and driver do for a kernel's launcher: errors, the device, tensor maps.
 #pragma once
 
+#include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "cuda_host.hpp"
 

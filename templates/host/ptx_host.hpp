@@ -103,7 +103,7 @@ const void* at_shared(uint32_t address, uint32_t bytes, int line);
 template <class T>
 T load_shared(uint32_t address, int line = __builtin_LINE()) {
   T value;
-  memcpy(&value, at_shared(address, sizeof value, line), sizeof value);
+  __builtin_memcpy(&value, at_shared(address, sizeof value, line), sizeof value);
   return value;
 }
 

@@ -1,7 +1,8 @@
 """Optuna's storage, which adds an ended trial by a statement for each table.
 
 Optuna's own sends three for each parameter, sixty in all: thirty milliseconds of processor time, in which no other
-process can write.
+process can write. Before each of its trials a search also asks what others have added. Most often that is nothing, and
+one statement finds that out, where Optuna sends seven.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import sqlalchemy as sa
 from optuna.distributions import distribution_to_json
 from optuna.storages import RDBStorage
 from optuna.storages._rdb import models
+from optuna.storages._rdb.storage import _create_scoped_session
 
 if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
+    from collections.abc import Container
+
+    from optuna.trial import FrozenTrial, TrialState
     from sqlalchemy.orm import Session
 
 # Versions of Optuna's tables that fit this Optuna: to find out, it reads all its migrations, which takes longer than to
@@ -42,6 +46,22 @@ class TrialStorage(RDBStorage):
         if version not in _FITTING:
             self._version_manager.check_table_schema_compatibility()
             _FITTING.add(version)
+
+    def _get_trials(
+        self,
+        study_id: int,
+        states: Container[TrialState] | None,
+        included_trial_ids: set[int],
+        trial_id_greater_than: int,
+    ) -> list[FrozenTrial]:
+        """Those that Optuna's cache in front of this has not read yet."""
+        if not included_trial_ids:
+            model = models.TrialModel
+            later = sa.select(model.trial_id).where(model.study_id == study_id, model.trial_id > trial_id_greater_than)
+            with _create_scoped_session(self.scoped_session) as session:
+                if session.execute(later.limit(1)).first() is None:
+                    return []
+        return super()._get_trials(study_id, states, included_trial_ids, trial_id_greater_than)
 
     def _get_prepared_new_trial(
         self, study_id: int, template_trial: FrozenTrial | None, session: Session

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import optuna
 import pytest
+import sqlalchemy as sa
 
 from bwdtune.db.store import Store
 from bwdtune.gen.errors import BwdtuneError
@@ -180,14 +181,34 @@ def test_the_database_holds_a_trial_as_optuna_writes_it(tmp_path: Path) -> None:
         assert [len(trials) for trials in stored] == [3, 3]
 
 
-def test_the_log_tells_each_outcome_once_those_of_other_searches_too() -> None:
-    storage = optuna.storages.InMemoryStorage()
+@pytest.fixture(params=["memory", "database"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[optuna.storages.BaseStorage]:
+    if request.param == "memory":
+        yield optuna.storages.InMemoryStorage()
+    else:
+        with closing(Store.open(tmp_path / "bwdtune.sqlite")) as store:
+            yield store.optuna_storage()
+
+
+def test_the_log_tells_each_outcome_once_those_of_other_searches_too(storage: optuna.storages.BaseStorage) -> None:
     mine, other = open_log(storage), open_log(storage)
     mine.add(CONFIGS[0], Outcome.timed(2.5))
     assert [config for config, _ in mine.news()] == [CONFIGS[0]]
     other.add(CONFIGS[1], Outcome.timed(1.5))
     assert list(mine.news()) == [(CONFIGS[1], Outcome.timed(1.5))]
     assert list(mine.news()) == []
+
+
+def test_one_statement_finds_that_nothing_is_new(tmp_path: Path) -> None:
+    with closing(Store.open(tmp_path / "bwdtune.sqlite")) as store:
+        storage = store.optuna_storage()
+        log = open_log(storage)
+        log.add(CONFIGS[0], Outcome.timed(2.5))
+        assert list(log.news())
+        sent = []
+        sa.event.listen(storage.engine, "before_cursor_execute", lambda *arguments: sent.append(arguments[2]))
+        assert not list(log.news())
+        assert len(sent) == 1
 
 
 def test_the_log_keeps_conditions_apart() -> None:

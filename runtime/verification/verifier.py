@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,7 +53,6 @@ class _Prepared:
     torch_errors: Errors
     sinks: SinkReference | None
     bias: BiasReference | None
-    torch_bias_errors: tuple[float, float]
 
 
 class Verifier:
@@ -121,21 +120,25 @@ def _prepare(case: Case, inputs: Inputs) -> _Prepared:
     every = itertools.product(range(last[0] + 1), range(last[1] + 1))
     checked = every if case.every_head else sorted({(0, 0), last})
     heads = tuple(head_reference(case, inputs, sequence, head) for sequence, head in checked)
-    theirs = inputs.forward.backward(inputs.dout, inputs.dlse)
-    torch_errors = _worst_errors(heads, theirs[: len(GRADIENTS)])
     sinks = sink_reference(inputs) if case.problem.sink else None
     bias = bias_reference(case, heads) if case.problem.bias_grad else None
-    torch_bias_errors = bias.errors(theirs[-1]) if bias else (0.0, 0.0)
-    return _Prepared(case, inputs, heads, torch_errors, sinks, bias, torch_bias_errors)
+    theirs = inputs.forward.backward(inputs.dout, inputs.dlse)
+    results = dict(zip(GRADIENTS, theirs, strict=False)) | ({"dbias": theirs[-1]} if case.problem.bias_grad else {})
+    return _Prepared(case, inputs, heads, _worst_errors(heads, bias, results), sinks, bias)
 
 
-def _worst_errors(heads: tuple[HeadReference, ...], results: tuple[torch.Tensor, ...]) -> Errors:
+def _worst_errors(
+    heads: tuple[HeadReference, ...], bias: BiasReference | None, results: Mapping[str, torch.Tensor]
+) -> Errors:
     """The largest over the heads, each kind of error for itself: one wrong head must not vanish in an average."""
-    by_head = [head.errors(results) for head in heads]
-    return {
+    by_head = [head.errors(tuple(results[name] for name in GRADIENTS)) for head in heads]
+    worst = {
         name: (max(errors[name][0] for errors in by_head), max(errors[name][1] for errors in by_head))
         for name in GRADIENTS
     }
+    if "dbias" in results:  # of all heads or, where not all are checked, of none
+        worst["dbias"] = bias.errors(results["dbias"]) if bias else (0.0, 0.0)
+    return worst
 
 
 def _judge(kernel: Kernel, prepared: Iterable[_Prepared]) -> VerificationRecord:
@@ -148,15 +151,13 @@ def _judge(kernel: Kernel, prepared: Iterable[_Prepared]) -> VerificationRecord:
             if kernel.info.deterministic:
                 for _ in range(_REPEATS[one.inputs.q.device.type]):
                     _refuse_other_bits(everything, _run(kernel, one))
-            results = tuple(everything[name] for name in GRADIENTS)
-            measured, torch_errors = _worst_errors(one.heads, results), one.torch_errors
-            faults = list(_faults(results, measured, torch_errors))
+            measured, torch_errors = _worst_errors(one.heads, one.bias, everything), one.torch_errors
+            faults = list(_faults(everything, measured, torch_errors))
             # At real sizes too many terms are summed up for chance.
             if faults and one.case.every_head and all(fault.excess < _NEAR for fault in faults):
                 measured, torch_errors = _errors_over_draws(kernel, one, measured)
-                faults = list(_faults(results, measured, torch_errors))
+                faults = list(_faults(everything, measured, torch_errors))
             sink_error = one.sinks.error(everything["dsink"]) if one.sinks else 0.0
-            bias_errors = one.bias.errors(everything["dbias"]) if one.bias else (0.0, 0.0)
         except (KernelError, _Misbehaviour) as error:
             return VerificationRecord(False, math.inf, errors, f"{one.case.name}: {error}")
         errors[one.case.name] = {
@@ -167,10 +168,6 @@ def _judge(kernel: Kernel, prepared: Iterable[_Prepared]) -> VerificationRecord:
             errors[one.case.name]["dsink"] = sink_error
             if not sink_error <= _SINK_ERROR:
                 faults.append(_Fault(f"the error of dsink is {sink_error:.2g} of its terms", math.inf))
-        if one.case.problem.bias_grad:
-            errors[one.case.name] |= {"dbias": bias_errors[0], "torch_dbias": one.torch_bias_errors[0]}
-            step = torch.finfo(results[0].dtype).eps / 2
-            faults += _faults_of("dbias", everything["dbias"], bias_errors, one.torch_bias_errors, step, _BIAS_FLOOR)
         if faults:
             reason = f"{one.case.name}: {faults[0].reason}"
             break
@@ -186,19 +183,14 @@ class _Fault:
     excess: float
 
 
-def _faults(results: tuple[torch.Tensor, ...], measured: Errors, torch_errors: Errors) -> Iterator[_Fault]:
-    step = torch.finfo(results[0].dtype).eps / 2
-    for name, result in zip(GRADIENTS, results, strict=True):
-        yield from _faults_of(name, result, measured[name], torch_errors[name], step, _ERROR_FLOOR)
+def _faults(results: Mapping[str, torch.Tensor], measured: Errors, torch_errors: Errors) -> Iterator[_Fault]:
+    step = torch.finfo(results[GRADIENTS[0]].dtype).eps / 2
+    for name, errors in measured.items():
+        yield from _faults_of(name, results[name], errors, torch_errors[name], step)
 
 
 def _faults_of(
-    name: str,
-    result: torch.Tensor,
-    measured: tuple[float, float],
-    torch_errors: tuple[float, float],
-    step: float,
-    floor: float,
+    name: str, result: torch.Tensor, measured: tuple[float, float], torch_errors: tuple[float, float], step: float
 ) -> Iterator[_Fault]:
     bad = result.numel() - int(result.isfinite().sum())
     if bad:
@@ -207,6 +199,7 @@ def _faults_of(
     # Where PyTorch itself overflows it is no yardstick.
     allowance = [error if math.isfinite(error) else 0.0 for error in torch_errors]
     relative, worst = measured
+    floor = _BIAS_FLOOR if name == "dbias" else _ERROR_FLOOR
     limit = _ERROR_FACTOR * allowance[0] + floor * step
     worst_limit = _WORST_FACTOR * allowance[1] + _WORST_FLOOR * step
     if relative > limit:
@@ -227,9 +220,7 @@ def _errors_over_draws(kernel: Kernel, one: _Prepared, measured: Errors) -> tupl
     for draw in range(1, _DRAWS):
         case = replace(one.case, draw=one.case.draw + draw)
         again = _prepare(case, make_inputs(case, one.inputs.q.device))
-        written = _run(kernel, again)
-        results = tuple(written[name] for name in GRADIENTS)
-        drawn.append((_worst_errors(again.heads, results), again.torch_errors))
+        drawn.append((_worst_errors(again.heads, again.bias, _run(kernel, again)), again.torch_errors))
     ours, theirs = (_root_mean_square(errors) for errors in zip(*drawn, strict=True))
     return ours, theirs
 
@@ -238,7 +229,7 @@ def _root_mean_square(drawn: Sequence[Errors]) -> Errors:
     def mean(name: str, kind: int) -> float:
         return math.sqrt(sum(errors[name][kind] ** 2 for errors in drawn) / len(drawn))
 
-    return {name: (mean(name, 0), mean(name, 1)) for name in GRADIENTS}
+    return {name: (mean(name, 0), mean(name, 1)) for name in drawn[0]}
 
 
 class _Misbehaviour(Exception):

@@ -131,6 +131,27 @@ def test_what_is_always_a_little_wrong_is_rejected(monkeypatch: pytest.MonkeyPat
     assert "the relative error of dk" in record.reason
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_a_bias_gradient_is_judged_over_many_draws_too(monkeypatch: pytest.MonkeyPatch, always: bool) -> None:
+    """What is near its limit once passes, and what always is does not."""
+    problem = Problem("fp16", 1, 2, 2, 33, 40, 32, bias="1_1_S", bias_grad=True)
+    (kernel,) = built(problem, [PRESETS["v2"]], HOST.arch)
+    launch, calls = kernel.launch, 0
+
+    def launch_wrongly(*tensors: torch.Tensor, **options: Any) -> None:
+        nonlocal calls
+        launch(*tensors, **options)
+        if always or not calls:
+            options["dbias"].mul_(1.0018)
+        calls += 1
+
+    monkeypatch.setattr(kernel, "launch", launch_wrongly)
+    record = VERIFIER.verify_on([Case(problem, "normal")], kernel)
+    assert calls > 1, "the error is near its limit"
+    assert record.passed is not always, record.reason
+    assert not always or "the relative error of dbias" in record.reason
+
+
 @pytest.mark.parametrize("heads_inside", [False, True])
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize(

@@ -169,6 +169,7 @@ class TileWork:
         dq_vector: Floats of dQ that a thread adds by one ``red.global``; None where bulk copies add it.
         converts_dq: The main kernel also converts dQ, and no pass clears it.
         one_warp_converts: A warp of each block does, which is slow.
+        computes_delta: A warp of each block computes delta, and no pass before does.
         blocks: How many blocks compute it together, each on an SM of its own; phases are those of one.
     """
 
@@ -183,6 +184,7 @@ class TileWork:
     dq_vector: int | None = None
     converts_dq: bool = False
     one_warp_converts: bool = False
+    computes_delta: bool = False
     blocks: int = 1
 
 

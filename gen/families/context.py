@@ -216,6 +216,11 @@ class KernelContext:
         return True
 
     @property
+    def makes_delta(self) -> bool:
+        """Whether the main kernel computes delta: then all that preprocess does is to clear."""
+        return False
+
+    @property
     def workspace_depends_on_device(self) -> bool:
         """Whether the size of the workspace depends on the device's number of SMs."""
         return False

@@ -61,6 +61,7 @@ class WgmmaConfig(Config):
     item_stages: ClassVar[int] = 8
     packed_item_bytes: ClassVar[int] = 32  # what roles are told of an item of packed sequences; else its number
     converted_rows: ClassVar[int] = _CONVERTED_ROWS
+    delta_stage_bytes: ClassVar[int] = 4096  # rows of O and dO, where the kernel computes delta
     zeros_bytes: ClassVar[int] = 2048  # that slots of dQ are cleared with where the kernel converts dQ
 
     contradictions: ClassVar[tuple[Contradiction, ...]] = (
@@ -98,6 +99,17 @@ class WgmmaConfig(Config):
             ("block_q", "convert_last"),
             lambda block_q, convert_last: convert_last and block_q % _CONVERTED_ROWS != 0,
             "both consumers convert dQ by 16 queries at a time: a tile has {block_q}",
+        ),
+        Contradiction(
+            ("delta_in_kernel", "store_first"),
+            lambda in_kernel, store_first: in_kernel and not store_first,
+            "the pass that computes delta clears dQ's accumulator, too, which would be left to it",
+        ),
+        _of_split("delta_in_kernel", False, "tiles of head_dims above 128 leave no room for rows of O and dO"),
+        Contradiction(
+            ("p_first", "delta_in_kernel"),
+            lambda p_first, in_kernel: p_first and in_kernel,
+            "tiles of head_dims above 128 leave no room for rows of O and dO",
         ),
         _of_split("convert_last", False, "panels of dQ that come one after another leave no room for their sums"),
         Contradiction(
@@ -279,6 +291,15 @@ class WgmmaConfig(Config):
         later=True,
     )
 
+    delta_in_kernel: bool = parameter(
+        "i",
+        (False, True),
+        "A warp of each block computes delta beside the first items, from a queue of its own, ahead of the items that "
+        "need it; else a kernel before does.",
+        default=False,
+        later=True,
+    )
+
     @property
     def block_kv(self) -> int:
         """Rows of a K/V tile (B_c): the keys of an item."""
@@ -301,6 +322,8 @@ class WgmmaConfig(Config):
             return "queries that see no key meet no key tile that would store their dQ: it has to be cleared"
         if problem.varlen and self.dq_epilogue_in_kernel:
             return "dQ is converted by heads that have all the same rows: packed sequences' have not"
+        if problem.varlen and self.delta_in_kernel:
+            return "delta is computed by heads that have all the same rows: packed sequences' have not"
         if problem.varlen and self.convert_last:
             return "packed sequences may have queries without keys, whose dQ no key tile would store"
         if problem.deterministic and not self.dq_bulk_reduce:
@@ -370,6 +393,13 @@ class WgmmaConfig(Config):
             return 0
         return 3 if self.block_q == 64 else 2
 
+    @property
+    def delta_stages(self) -> int:
+        """Stages of rows that delta is made of, as many as there is room for."""
+        if not self.delta_in_kernel:
+            return 0
+        return 3 if self.block_q == 64 else 2
+
     def dq_queries(self, head_dim: int) -> int:
         """Queries of a warpgroup's dQ^T: the warpgroups divide its columns, or where there are 64 its queries."""
         return self.block_q if head_dim > _PANEL_COLUMNS else self.block_q // self.consumer_warpgroups
@@ -399,12 +429,12 @@ class WgmmaConfig(Config):
             zeros, converted = self.zeros_bytes, _CONVERTED_ROWS * row_bytes_of_part
         if self.convert_last:
             # As many columns as a warpgroup has, or as many queries.
-            rows = self.consumer_warpgroups * self.dq_queries(problem.head_dim)
-            converted = rows * _PANEL_COLUMNS * problem.element_bytes
+            queries_of_both = self.consumer_warpgroups * self.dq_queries(problem.head_dim)
+            converted = queries_of_both * _PANEL_COLUMNS * problem.element_bytes
         others = 17 - self.p_first + self.sums_stages + self.consumer_warpgroups * self.convert_last
-        others += 2 * stages * (self.cluster_size > 1)
+        others += 2 * stages * (self.cluster_size > 1) + self.delta_stages
         barriers = (others + 2 * self.dout_stages + 2 * self.item_stages) * BARRIER_BYTES
-        tiles = keys + queries + ds + p + dq + converted
+        tiles = keys + queries + ds + p + dq + converted + self.delta_stages * self.delta_stage_bytes
         own = tiles + (stages + self.dout_stages) * statistics + zeros + barriers
         if problem.varlen:
             return ceil_div(own, 16) * 16 + self.item_stages * self.packed_item_bytes
@@ -483,6 +513,7 @@ class WgmmaConfig(Config):
             added_rows=0 if self.dq_bulk_reduce else block_q,
             converts_dq=self.dq_epilogue_in_kernel or self.convert_last,
             one_warp_converts=self.dq_epilogue_in_kernel,
+            computes_delta=self.delta_in_kernel,
             blocks=self.cluster_size,
         )
 
@@ -541,6 +572,15 @@ class WgmmaContext(KernelContext):
     def converts_dq(self) -> bool:
         """Whether a warp of the main kernel converts dQ, in the place of postprocess."""
         return self.config.dq_epilogue_in_kernel
+
+    @property
+    def loads_by_one_thread(self) -> bool:
+        """Whether one thread loads all tiles: its warpgroup's other warps have other work."""
+        return self.converts_dq or self.makes_delta
+
+    @property
+    def makes_delta(self) -> bool:
+        return self.config.delta_in_kernel
 
     @property
     def launches_postprocess(self) -> bool:

@@ -682,10 +682,15 @@ class Block {
     if (bulk_count_ == MAX_BULK_OPERATIONS)
       fault(*current_fiber, cudaErrorLaunchFailure, operation.line, "the host target keeps %u bulk copies in flight",
             MAX_BULK_OPERATIONS);
-    if (current_fiber->acquired_unfenced)
-      fault(*current_fiber, cudaErrorLaunchFailure, operation.line,
-            "a bulk copy with no proxy fence since this thread waited for a word of global memory");
+    check_acquired(operation.line);
     bulk_operations_[bulk_count_++] = operation;
+  }
+
+  // Refuses a bulk copy of what is perhaps not ordered after what this thread has waited for.
+  void check_acquired(int line) {
+    if (current_fiber->acquired_unfenced)
+      fault(*current_fiber, cudaErrorLaunchFailure, line,
+            "a bulk copy with no proxy fence since this thread waited for a word of global memory");
   }
 
   // Does all that the thread has committed except for the last `left` groups. Where it waits for their reads alone, nobody may

@@ -433,6 +433,7 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
   const char* what = "cp.async.bulk";
   if (!bytes || bytes % 16)
     block().fault(*current_fiber, cudaErrorLaunchFailure, line, "%s of %u bytes: they must be a multiple of 16", what, bytes);
+  block().check_acquired(line);
   bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(barrier, what, line);
   block().check_global(source, bytes, 16, false, what, line);
   memcpy(block().write_shared(*current_fiber, destination, bytes, 16, what, line, &mbarrier), source, bytes);

@@ -144,6 +144,7 @@ QUEUED = (
     WgmmaConfig(dq_delayed=True, v_fragments=3, resync=True),
     PRESETS["w64first"],
     PRESETS["w64last"],
+    replace(PRESETS["w64last"], delta_in_kernel=True),
     PRESETS["w64conv"],
     replace(PRESETS["t64"], dq_bulk_reduce=True),
 )

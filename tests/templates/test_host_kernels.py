@@ -310,6 +310,7 @@ def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (MANY_HEADS, dataclasses.replace(PRESETS["w64conv"], l2_head_group=4)),
         (MANY_HEADS, dataclasses.replace(PRESETS["w64last"], l2_head_group=4)),
+        (MANY_HEADS, dataclasses.replace(PRESETS["w64last"], l2_head_group=4, delta_in_kernel=True)),
         (
             Problem.parse("2_20_10_300_64"),
             dataclasses.replace(PRESETS["w128"], l2_head_group=4, dq_epilogue_in_kernel=True),
@@ -319,7 +320,7 @@ def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
             WgmmaConfig(lse_delta_k_step=False, dq_epilogue_in_kernel=True),
         ),
     ],
-    ids=["causal", "the last key tile converts", "groups", "window"],
+    ids=["causal", "the last key tile converts", "and a warp makes delta", "groups", "window"],
 )
 @pytest.mark.usefixtures("_few_slots")
 def test_a_slot_for_dq_is_used_again(
@@ -668,6 +669,7 @@ PAIR_MUTATIONS = {
     "own keys in the place of the other block's": ("item.kv_start + block.peer()", "item.kv_start + block.rank()"),
 }
 
+DELTA_IN_KERNEL = dataclasses.replace(PRESETS["w64last"], delta_in_kernel=True)
 BULK = dataclasses.replace(PRESETS["t64"], dq_bulk_reduce=True)
 BULK_OF_TWO_GROUPS = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, dq_bulk_reduce=True)
 DETERMINISTIC_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, deterministic=True)
@@ -731,6 +733,24 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
         MUTATED_PROBLEM,
         "if (DQ_DELAYED) find_dq();\n      tile++;\n      iterations--;\n      query_start += BLOCK_Q;",
         "tile++;\n      iterations--;\n      query_start += BLOCK_Q;\n      if (DQ_DELAYED) find_dq();",
+    ),
+    "delta that is not waited for": (
+        DELTA_IN_KERNEL,
+        MUTATED_PROBLEM,
+        "ptx::wait_for_global(arguments.delta_ready + chunk, 1);",
+        "",
+    ),
+    "delta that copies are not ordered after": (
+        DELTA_IN_KERNEL,
+        MUTATED_PROBLEM,
+        "ptx::wait_for_global(arguments.delta_ready + chunk, 1);\n        ptx::fence_proxy_async_global();",
+        "ptx::wait_for_global(arguments.delta_ready + chunk, 1);",
+    ),
+    "delta of another row": (
+        DELTA_IN_KERNEL,
+        MUTATED_PROBLEM,
+        "if (lane - lane % DELTA_ROWS == row) delta = sum;",
+        "delta = sum;",
     ),
     "dQ staged over what a copy still reads": (
         BULK,

@@ -76,6 +76,7 @@ FEATURED = [
     (Problem.parse("8_16_4096_72x40", window_left=50), OTHERS[2]),
     (Problem.parse("8_16_4096_96", causal=True, deterministic=True), "wgmma_q64_f1_l1_v3_r0_m0_c1_h8_s1"),
     (Problem.parse("8_16_4096_96", deterministic=True), "w64last"),
+    (Problem.parse("8_16_4096_96", causal=True, lse_grad=True), "w64last delta_in_kernel=1"),
     (Problem.parse("8_16_4096_128", causal=True, varlen=True), "w64lag"),
     (Problem.parse("8_16_4096_96", causal=True, varlen=True, deterministic=True), "w64first"),
     (

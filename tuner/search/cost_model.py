@@ -48,6 +48,7 @@ _DRAIN_CYCLES = 350.0  # of a barrier of all warps: the last one ends, and all b
 _WARPGROUP_BARRIER_CYCLES = 175.0  # of both computing warpgroups, whose wgmma go on meanwhile
 _ADDING_CYCLES = 200.0  # of 64 queries, whose dQ the threads of wgmma add themselves
 _CONVERTED_BYTES_NS = 3.3  # of dQ in fp32, by an SM's one converting warp
+_DELTA_BYTES_NS = 10.0  # of O and dO, by an SM's one warp that computes delta
 _LOAD_NS = 600.0  # of a tile that lies in L2, besides its bytes
 _BLOCK_NS = 1700.0  # of a block's start and end, besides its bytes
 _LAUNCHES_NS = 10_000.0  # of the three kernels
@@ -184,7 +185,10 @@ def _predict(
     if work.one_warp_converts:
         converted = problem.query_elements * ACCUMULATOR_BYTES / device.sm_count / _CONVERTED_BYTES_NS * clock_ghz
         cycles = _norm(_OVERLAP, cycles, converted)
-    passes_ms = _passes_ms(problem, device, work.converts_dq)
+    if work.computes_delta:
+        read = _delta_bytes(problem) / device.sm_count / _DELTA_BYTES_NS * clock_ghz
+        cycles = _norm(_OVERLAP, cycles, read)
+    passes_ms = _passes_ms(problem, device, work)
     if problem.bias:
         bias_bytes, summed_bytes = _bias_bytes(problem)
         cycles = _norm(_OVERLAP, cycles, bias_bytes / device.bandwidth_tb_s / 1000 * clock_ghz)
@@ -337,12 +341,17 @@ def _bias_bytes(problem: Problem) -> tuple[int, int]:
     return problem.bias_bytes, 2 * sums + problem.bias_bytes
 
 
-def _passes_ms(problem: Problem, device: Device, converts: bool) -> float:
-    """Before and after: O and dO are read and dQ's accumulator cleared; it is read and dQ written. DRAM bounds both.
+def _delta_bytes(problem: Problem) -> int:
+    """What delta is computed from: O and dO."""
+    return problem.output_elements * 2 * problem.element_bytes
 
-    Where the main kernel ``converts`` dQ, O and dO are read.
+
+def _passes_ms(problem: Problem, device: Device, work: TileWork) -> float:
+    """Before and after: delta is computed and dQ's accumulator cleared; it is read and dQ written. DRAM bounds both.
+
+    What the main kernel does itself is left out.
     """
-    moved = problem.output_elements * 2 * problem.element_bytes
-    if not converts:
+    moved = 0 if work.computes_delta else _delta_bytes(problem)
+    if not work.converts_dq:
         moved += problem.query_elements * (problem.element_bytes + 2 * ACCUMULATOR_BYTES)
     return moved / device.bandwidth_tb_s / 1e9 + _LAUNCHES_NS / 1e6

@@ -82,7 +82,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     cache = _kernel_cache(session.config)
-    for entry in (path for kind in ("kernels", "device_code", "stubs") for path in cache.glob(f"{kind}/*")):
+    for entry in (path for kind in ("kernels", "device_code", "stubs", "once") for path in cache.glob(f"{kind}/*")):
         if time.time() - entry.stat().st_mtime > KERNELS_KEPT_S:
             entry.unlink() if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
 

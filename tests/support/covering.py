@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+from once import once
 
 from bwdtune.gen.device import Device
 from bwdtune.gen.families import PRESETS, Config
@@ -26,7 +27,7 @@ def valid_presets(problem: Problem, device: Device) -> dict[str, Config]:
     return {name: config for name, config in PRESETS.items() if refusal(problem, config, device) is None}
 
 
-@functools.cache
+@once
 def covering_configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     """Few valid configurations in which each value of each parameter that a family's valid ones have occurs."""
     return covering(valid_configs(problem, device), together=1)

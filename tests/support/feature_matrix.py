@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covering import all_representatives
+from once import once
 
 from bwdtune.gen.device import HOST, Device
 from bwdtune.gen.families import FAMILIES, Config, MmaConfig
@@ -118,6 +119,25 @@ def _representatives(family: str) -> tuple[Config, ...]:
 
 @functools.cache
 def _any_config(family: str, problem: Problem, device: Device) -> Config | None:
+    found = _drawn_for_the_host() if device == HOST else {}
+    return found[family, problem] if (family, problem) in found else _draw(family, problem, device)
+
+
+@once
+def _drawn_for_the_host() -> dict[tuple[str, Problem], Config | None]:
+    """What `matrix` asks for, and then who runs its kernels on the host target."""
+    found: dict[tuple[str, Problem], Config | None] = {}
+    for (family, config_type), problem in itertools.product(FAMILIES.items(), _problems()):
+        if set(problem.required_features) <= config_type.features:
+            for one in (_plain(problem), problem):
+                if (family, one) not in found:
+                    found[family, one] = _draw(family, one, HOST)
+                if found[family, one] is None:
+                    break
+    return found
+
+
+def _draw(family: str, problem: Problem, device: Device) -> Config | None:
     drawn, configs = random.Random(problem.kernel_spec), _representatives(family)
     # Most problems are served by many: a few draws find one. Where they do not, all are asked.
     candidates = itertools.chain(drawn.choices(configs, k=1000), configs)
@@ -136,8 +156,8 @@ def _with_ungated_drawn(config: Config, drawn: random.Random) -> Config:
 
 
 @functools.cache
-def matrix() -> tuple[Kernel, ...]:
-    """All of them, in a fixed order: of the mma family, which has all features, and of the others what is not plain."""
+def _problems() -> tuple[Problem, ...]:
+    """The kinds, in a fixed order."""
     kinds = [
         (head_dim, mask, features)
         for head_dim, mask, features in itertools.product(HEAD_DIMS, MASKS, FEATURES)
@@ -149,15 +169,20 @@ def matrix() -> tuple[Kernel, ...]:
         (head_dim, mask, {**FEATURES[number * 5 % len(FEATURES)], "value_head_dim": head_dim_v})
         for number, ((head_dim, head_dim_v), mask) in enumerate(pairs)
     ]
-    problems = [
+    return tuple(
         # With a group, so that kernels that split it are among those drawn; cases have groups and none.
         Problem(("bf16", "fp16")[number % 2], 1, 2, 1, 256, 256, head_dim, **mask, **features)
         for number, (head_dim, mask, features) in enumerate(kinds)
-    ]
+    )
+
+
+@functools.cache
+def matrix() -> tuple[Kernel, ...]:
+    """All of them, in a fixed order: of the mma family, which has all features, and of the others what is not plain."""
     return tuple(
         Kernel(family, problem, tuple(_cases(problem)))
         for family, config_type in FAMILIES.items()
-        for problem in problems
+        for problem in _problems()
         if _is_checked(family, config_type, problem)
     )
 
@@ -165,13 +190,16 @@ def matrix() -> tuple[Kernel, ...]:
 def _is_checked(family: str, config_type: type[Config], problem: Problem) -> bool:
     if family == MmaConfig.family and not problem.value_head_dim:
         return True
-    plain = Problem("bf16", 1, 2, 1, 256, 256, problem.head_dim, value_head_dim=problem.value_head_dim)
     return bool(
         (problem.required_features or problem.head_dim not in ALL_FEATURES_AT)
         and set(problem.required_features) <= config_type.features
-        and _any_config(family, plain, HOST)
+        and _any_config(family, _plain(problem), HOST)
         and _any_config(family, problem, HOST)
     )
+
+
+def _plain(problem: Problem) -> Problem:
+    return Problem("bf16", 1, 2, 1, 256, 256, problem.head_dim, value_head_dim=problem.value_head_dim)
 
 
 def sample() -> tuple[Kernel, ...]:

@@ -86,6 +86,10 @@ def _compiled(figures: Figures) -> Compiled:
     return Compiled(**{**figures, "resources": CompiledResources(**figures["resources"])})
 
 
+def _figures(compiled: Compiled) -> Figures:
+    return {**vars(compiled), "resources": compiled.resources._asdict()}
+
+
 def _device_code(text: str, arch: str, key: str) -> Figures:
     """Compiles, or takes what the compiler made of the text from the cache of all tests."""
     kept = cache_dir(None) / "device_code" / key
@@ -99,7 +103,7 @@ def _device_code(text: str, arch: str, key: str) -> Figures:
         Path(file.name).replace(kept)
     found = json.loads(kept.read_text())
     (resources,) = (figures for name, figures in parse_ptxas(found["log"]).items() if MAIN_KERNEL in name)
-    return asdict(Compiled(resources, _complaints(found["log"]), found["machine_code"], {}))
+    return _figures(Compiled(resources, _complaints(found["log"]), found["machine_code"], {}))
 
 
 def _of_library(variant: Variant) -> Figures:
@@ -110,7 +114,7 @@ def _of_library(variant: Variant) -> Figures:
     assert variant.log
     kernel = Kernel.load(variant.library)
     info = {**asdict(kernel.info), "counts_cycles": kernel.counts_cycles}
-    return asdict(Compiled(variant.resources, _complaints(variant.log.read_text()), variant.machine_code, info))
+    return _figures(Compiled(variant.resources, _complaints(variant.log.read_text()), variant.machine_code, info))
 
 
 def _complaints(log: str) -> list[str]:

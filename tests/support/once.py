@@ -1,4 +1,4 @@
-"""What takes seconds to compute and follows from the text of the package and of these modules: once for all processes."""
+"""What takes seconds to compute, and follows from the text of package and tests: once for all processes."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_kernels_are_judged_by_recorded_figures(monkeypatch: pytest.MonkeyPatch)
             return {"resources": resources, "complaints": complaints, "machine_code": "0123", "info": {}}
 
     monkeypatch.setattr(compile_record, "record", Recorded)
-    resources = {name: number for number, name in enumerate(CompiledResources.__dataclass_fields__)}
+    resources = {name: number for number, name in enumerate(CompiledResources._fields)}
     complaints: list[str] = []
     problem = Problem.parse("8_16_4096_128")
     assert device_code(problem, PRESETS["w64"], H200).resources == CompiledResources(**resources)

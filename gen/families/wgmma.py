@@ -217,7 +217,7 @@ class WgmmaConfig(Config):
     )
     l2_head_group: int = parameter(
         "h",
-        (4, 8, 16),
+        (2, 4, 8, 16),
         "Heads whose items are taken together, to share the L2.",
         default=8,
         affects_validity=False,

@@ -339,7 +339,7 @@ def test_a_slot_for_dq_is_used_again(
             ("ptx::bulk_store(sums + cleared / 4, block.shared + ZEROS_OFFSET, ZEROS_BYTES);", ";"),
         ),
         (PRESETS["w64conv"], ("if (ptx::load_acquire_global(added) != all) {", "if (false) {")),
-        (PRESETS["w64last"], ("ptx::release_add_global(heads_done, 1);", "")),
+        (PRESETS["w64last"], ("to_release = heads_done;", "")),
     ],
     ids=["is not cleared", "is converted too early", "is never given back"],
 )

@@ -216,6 +216,11 @@ class KernelContext:
         return True
 
     @property
+    def preprocess_rows(self) -> int:
+        """Rows that a thread of preprocess has, whose loads are all on their way at once."""
+        return 1
+
+    @property
     def makes_delta(self) -> bool:
         """Whether the main kernel computes delta: then all that preprocess does is to clear."""
         return False

@@ -105,6 +105,11 @@ class WgmmaConfig(Config):
             lambda in_kernel, store_first: in_kernel and not store_first,
             "the pass that computes delta clears dQ's accumulator, too, which would be left to it",
         ),
+        Contradiction(
+            ("preprocess_rows", "delta_in_kernel"),
+            lambda rows, in_kernel: rows != 1 and in_kernel,
+            "the main kernel computes delta: preprocess has no rows",
+        ),
         _of_split("delta_in_kernel", False, "tiles of head_dims above 128 leave no room for rows of O and dO"),
         Contradiction(
             ("p_first", "delta_in_kernel"),
@@ -298,6 +303,15 @@ class WgmmaConfig(Config):
         "need it; else a kernel before does.",
         default=False,
         later=True,
+    )
+
+    preprocess_rows: int = parameter(
+        "n",
+        (1, 2, 4),
+        "Rows of O and dO that a thread of preprocess loads before it waits for the first.",
+        default=1,
+        later=True,
+        affects_validity=False,
     )
 
     @property
@@ -577,6 +591,10 @@ class WgmmaContext(KernelContext):
     def loads_by_one_thread(self) -> bool:
         """Whether one thread loads all tiles: its warpgroup's other warps have other work."""
         return self.converts_dq or self.makes_delta
+
+    @property
+    def preprocess_rows(self) -> int:
+        return self.config.preprocess_rows
 
     @property
     def makes_delta(self) -> bool:

@@ -752,6 +752,12 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
         "if (lane - lane % DELTA_ROWS == row) delta = sum;",
         "delta = sum;",
     ),
+    "a thread's rows in one place": (
+        dataclasses.replace(PRESETS["w64first"], preprocess_rows=4),
+        MUTATED_PROBLEM,
+        "arguments.chunks * THREAD_ROWS + ROW)",
+        "arguments.chunks * THREAD_ROWS)",
+    ),
     "dQ staged over what a copy still reads": (
         BULK,
         MUTATED_PROBLEM,

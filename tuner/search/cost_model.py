@@ -181,6 +181,7 @@ def _predict(
     # K, V, dK and dV of a block.
     key_tile_bytes = 2 * config.block_kv * (problem.head_dim + problem.head_dim_v) * problem.element_bytes / work.blocks
     block = clock_ghz * (_BLOCK_NS + key_tile_bytes * device.sm_count / device.bandwidth_tb_s / 1000)
+    block -= work.skipped_tiles * tile
     cycles = _grid_cycles(problem, config, device.sm_count // work.blocks, blocks, tile, block)
     if work.one_warp_converts:
         converted = problem.query_elements * ACCUMULATOR_BYTES / device.sm_count / _CONVERTED_BYTES_NS * clock_ghz

@@ -106,6 +106,13 @@ def test_predictions_are_within_a_factor(results: Path) -> None:
         assert 1 / FACTOR < row.ratio < FACTOR, row
 
 
+@pytest.mark.parametrize(("shape", "least", "most"), [("64_16_512_128", 0.01, 0.03), ("8_16_4096_128", 0.001, 0.01)])
+def test_what_a_mask_hides_counts_where_items_are_short(shape: str, least: float, most: float) -> None:
+    problem = Problem.parse(shape, causal=True)
+    whole, skipping = (predict(problem, parse_config(name), H200).ms for name in ("w64last", "w64last skip_masked"))
+    assert least < 1 - skipping / whole < most
+
+
 def test_the_docs_say_how_good_it_is() -> None:
     text = (ROOT / "docs" / "cost_model.md").read_text()
     for results in RESULTS:

@@ -48,6 +48,7 @@ struct Launch {
   const Buffers* buffers;
 
   uint64_t next_cluster = 0;
+  uint64_t clusters() const { return uint64_t{grid.x} * grid.y * grid.z / cluster; }
 
   // OS threads that run blocks. Once each of them only waits for words of global memory, and none has released a word since it
   // last looked at all of its own, no word will change any more.
@@ -230,6 +231,7 @@ constexpr const char* BLOCK_BARRIER = "a block barrier";
 // Four at a time: what every CPU has in one register.
 typedef float Quad __attribute__((vector_size(16), may_alias));
 typedef uint32_t Words __attribute__((vector_size(16), may_alias));
+typedef int32_t Clocks __attribute__((vector_size(16), may_alias));
 
 template <class T>
 T* allocate(size_t count) {
@@ -329,8 +331,8 @@ class Block {
       warps_[w] = {fibers_ + w * WARP_SIZE, w, size, size == WARP_SIZE ? ALL_LANES : (1u << size) - 1, 0, 0, nullptr, 0,
                    false, 0, 0, 0, {}, {}};
     }
-    current_fiber = &fibers_[0];
-    Context::go(scheduler_, fibers_[0].context);
+    current_ = &current_fiber;
+    resume(scheduler_, fibers_[0]);
     current_fiber = nullptr;
     if (!faulted_) check_mbarriers_at_exit();
     if (!faulted_) check_named_barriers_at_exit();
@@ -358,7 +360,7 @@ class Block {
 
   // Joins the warp's lanes in `instruction`; returns when all have arrived and it has been executed.
   void execute_in_warp(const WarpInstruction& instruction, void* operands, int line, uint32_t address = 0) {
-    Fiber& fiber = *current_fiber;
+    Fiber& fiber = *running_;
     Warp& warp = *fiber.warp;
     if (warp.exited || warp.size < WARP_SIZE) fault_partial(fiber, instruction.name, line);
     if (!warp.arrived) {
@@ -432,7 +434,7 @@ class Block {
 
   // For a thread that polls: goes on with others, which come back to it. False where those that are ready poll as well.
   bool let_others_run() {
-    Fiber& fiber = *current_fiber;
+    Fiber& fiber = *running_;
     fiber.polls = true;
     bool others = false;
     const Warp* next = nullptr;
@@ -444,8 +446,7 @@ class Block {
     const uint32_t later = fiber.warp->ready & ~((2u << fiber.lane) - 1);
     Fiber& resumed = later ? fiber.warp->lanes[__builtin_ctz(later)] : next->lanes[__builtin_ctz(next->ready)];
     if (&resumed != &fiber) {
-      current_fiber = &resumed;
-      Context::go(fiber.context, resumed.context);
+      resume(fiber.context, resumed);
     }
     fiber.polls = false;
     return others;
@@ -472,7 +473,7 @@ class Block {
   // ---- the block barrier, or a cluster's ----
 
   void sync_all(int line) {
-    Fiber& fiber = *current_fiber;
+    Fiber& fiber = *running_;
     if (fiber.warp->arrived)
       fault(fiber, cudaErrorLaunchFailure, line, "a block barrier is reached by a part of its warp only: lanes 0x%08x are "
             "at %s of line %d", fiber.warp->arrived, fiber.warp->instruction->name, fiber.warp->line);
@@ -535,7 +536,7 @@ class Block {
   }
 
   void wait_at_named_barrier(int index, uint32_t use, int line) {
-    Fiber& fiber = *current_fiber;
+    Fiber& fiber = *running_;
     index += static_cast<int>(fiber.rank * NAMED_BARRIERS);
     NamedBarrier& barrier = named_barriers_[index];
     if (barrier.completed_uses == use) {
@@ -587,12 +588,12 @@ class Block {
 
   // What this thread has written so far is visible to the asynchronous proxy, for those who know of the fence.
   void proxy_fence() {
-    Fiber& fiber = *current_fiber;
+    Fiber& fiber = *running_;
     fiber.proxy_fences[fiber.proxy_fence_count++ % KEPT_PROXY_FENCES] = clocks_[fiber.thread]++;
   }
 
   // In global memory, what this thread did by either proxy comes before what it does by the other.
-  void proxy_fence_of_global_memory() { current_fiber->completed_unfenced = current_fiber->acquired_unfenced = false; }
+  void proxy_fence_of_global_memory() { running_->completed_unfenced = running_->acquired_unfenced = false; }
 
   // Both.
   void proxy_fence_of_all_memory() {
@@ -603,7 +604,7 @@ class Block {
   // Before others are told that they may go on with what this thread's copies write: some since the last time have to be
   // complete. Others may be under way, which it will tell of later.
   void check_handing_on(const char* what, int line) {
-    Fiber& fiber = *current_fiber;
+    Fiber& fiber = *running_;
     if (fiber.bulk_complete != fiber.bulk_groups && fiber.bulk_complete == fiber.bulk_handed_on)
       fault(fiber, cudaErrorLaunchFailure, line, "%s while what bulk copies of this thread write may not be in memory yet",
             what);
@@ -616,9 +617,15 @@ class Block {
   const uint8_t* read_shared_async(const Fiber& fiber, uint32_t address, uint32_t bytes, const char* what, int line) {
     constexpr uint64_t PRIME = 0x100000001b3;
     const uint32_t offset = check_shared(fiber, address, bytes, bytes, what, line);
-    for (uint32_t i = offset / 4; i < (offset + bytes) / 4; i++) {
+    const uint32_t first = offset / 4, end = (offset + bytes) / 4;
+    // One write, of a copy or of a thread, is mostly of several words.
+    const Word expected = operand_word_;
+    uint32_t i = first;
+    while (i < end && words_[i] == expected) i++;
+    operand_words_ += i - first;
+    for (; i < end; i++) {
       const Word word = words_[i];
-      if (word == operand_word_) {  // one write, of a copy or of a thread, is mostly of several words
+      if (word == operand_word_) {
         operand_words_++;
         continue;
       }
@@ -632,7 +639,7 @@ class Block {
       operands_version_ = (operands_version_ ^ operand_words_) * PRIME;
       operands_version_ = (operands_version_ ^ word.clock ^ static_cast<uint64_t>(word.writer) << 32) * PRIME;
     }
-    note_reads(fiber, offset / 4, (offset + bytes) / 4);
+    note_reads(fiber, first, end);
     return shared_ + offset;
   }
 
@@ -680,7 +687,7 @@ class Block {
 
   void issue_bulk(const BulkOperation& operation) {
     if (bulk_count_ == MAX_BULK_OPERATIONS)
-      fault(*current_fiber, cudaErrorLaunchFailure, operation.line, "the host target keeps %u bulk copies in flight",
+      fault(*running_, cudaErrorLaunchFailure, operation.line, "the host target keeps %u bulk copies in flight",
             MAX_BULK_OPERATIONS);
     check_acquired(operation.line);
     bulk_operations_[bulk_count_++] = operation;
@@ -688,15 +695,15 @@ class Block {
 
   // Refuses a bulk copy of what is perhaps not ordered after what this thread has waited for.
   void check_acquired(int line) {
-    if (current_fiber->acquired_unfenced)
-      fault(*current_fiber, cudaErrorLaunchFailure, line,
+    if (running_->acquired_unfenced)
+      fault(*running_, cudaErrorLaunchFailure, line,
             "a bulk copy with no proxy fence since this thread waited for a word of global memory");
   }
 
   // Does all that the thread has committed except for the last `left` groups. Where it waits for their reads alone, nobody may
   // count on what they write.
   void wait_bulk(uint32_t left, bool reads_alone) {
-    Fiber& fiber = *current_fiber;
+    Fiber& fiber = *running_;
     if (!reads_alone && fiber.bulk_groups > fiber.bulk_complete + left) {
       fiber.bulk_complete = fiber.bulk_groups - left;
       fiber.completed_unfenced = true;
@@ -715,7 +722,7 @@ class Block {
   // ---- mbarriers ----
 
   void mbarrier_init(uint32_t address, uint32_t arrivals, int line) {
-    Fiber& fiber = *current_fiber;
+    Fiber& fiber = *running_;
     if (arrivals < 1 || arrivals >= 1u << 20)
       fault(fiber, cudaErrorLaunchFailure, line, "mbarrier.init with %u arrivals: they must lie between 1 and 2^20 - 1",
             arrivals);
@@ -739,12 +746,12 @@ class Block {
 
   void mbarrier_fence_init() {
     for (uint32_t i = 0; i < mbarrier_count_; i++)
-      if (mbarriers_[i].initialiser == current_fiber->thread) mbarriers_[i].fenced = true;
+      if (mbarriers_[i].initialiser == running_->thread) mbarriers_[i].fenced = true;
   }
 
   // The mbarrier at an address, which must have been initialised before this thread's last barrier.
   Mbarrier& mbarrier_at(uint32_t address, const char* what, int line, Reach reach = Reach::OWN_BLOCK) {
-    const Fiber& fiber = *current_fiber;
+    const Fiber& fiber = *running_;
     const uint32_t offset = check_shared(fiber, address, 8, 8, what, line, reach), word = offset / 4;
     if (words_[word].writer != HOLDS_MBARRIER ||
         mbarriers_[words_[word].clock % (MAX_CLUSTER * MAX_MBARRIERS)].address != address)
@@ -759,18 +766,18 @@ class Block {
   }
 
   void mbarrier_arrive_expect_tx(uint32_t address, uint32_t bytes, int line) {
-    Fiber& fiber = *current_fiber;
+    Fiber& fiber = *running_;
     Mbarrier& mbarrier = mbarrier_at(address, "mbarrier.arrive", line);
     count_bytes(mbarrier, static_cast<int64_t>(bytes), line);
     arrive(fiber, mbarrier, line);
   }
 
   void mbarrier_arrive(uint32_t address, int line, Reach reach = Reach::OWN_BLOCK) {
-    arrive(*current_fiber, mbarrier_at(address, "mbarrier.arrive", line, reach), line);
+    arrive(*running_, mbarrier_at(address, "mbarrier.arrive", line, reach), line);
   }
 
   // A copy that this thread has started has read its source when it completes there.
-  void publish_to(const Mbarrier& mbarrier) { publish(*current_fiber, mbarrier.released); }
+  void publish_to(const Mbarrier& mbarrier) { publish(*running_, mbarrier.released); }
 
   void mbarrier_complete_tx(Mbarrier& mbarrier, uint32_t bytes, int line) {
     mbarrier.copies = mbarrier.phases + 1;
@@ -779,7 +786,7 @@ class Block {
   }
 
   void mbarrier_wait(uint32_t address, uint32_t parity, int line) {
-    Fiber& fiber = *current_fiber;
+    Fiber& fiber = *running_;
     Mbarrier& mbarrier = mbarrier_at(address, "mbarrier.try_wait", line);
     if (parity > 1) fault(fiber, cudaErrorLaunchFailure, line, "mbarrier.try_wait with parity %u: it is 0 or 1", parity);
     // Asked again after each completion: who comes back too late to see its phase waits for the next but one, as on a card.
@@ -803,10 +810,10 @@ class Block {
   void check_global(const void* pointer, uint64_t bytes, uint64_t alignment, bool write, const char* what, int line) {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(pointer), end = begin + bytes;
     if (begin % alignment)
-      fault(*current_fiber, cudaErrorMisalignedAddress, line, "%s of global address %p, which is not %u-byte aligned", what,
+      fault(*running_, cudaErrorMisalignedAddress, line, "%s of global address %p, which is not %u-byte aligned", what,
             pointer, static_cast<unsigned>(alignment));
-    if (!current_fiber->waited_for_kernel_before)
-      fault(*current_fiber, cudaErrorLaunchFailure, line, "%s of global address %p, before the kernel before is waited for", what,
+    if (!running_->waited_for_kernel_before)
+      fault(*running_, cudaErrorLaunchFailure, line, "%s of global address %p, before the kernel before is waited for", what,
             pointer);
     const Buffers& buffers = *launch_.buffers;
     if (!buffers.count) return;
@@ -822,6 +829,11 @@ class Block {
 
  private:
   // ---- running ----
+
+  void resume(Context& from, Fiber& next) {
+    running_ = *current_ = &next;
+    Context::go(from, next.context);
+  }
 
   static void enter() {
     Fiber& fiber = *current_fiber;
@@ -872,14 +884,13 @@ class Block {
     }
     if (!ready) report_deadlock();
     Fiber& next = warp->lanes[__builtin_ctz(ready)];
-    current_fiber = &next;
-    Context::go(fiber.context, next.context);
+    resume(fiber.context, next);
   }
 
   [[noreturn]] void abandon(cudaError_t code, const char* text) {
     launch_.fault(code, text);
     faulted_ = true;
-    Context::go(current_fiber->context, scheduler_);
+    Context::go(running_->context, scheduler_);
     __builtin_unreachable();
   }
 
@@ -957,12 +968,13 @@ class Block {
            (fiber.known_epoch == epoch_ && fiber.known[participant] >= clock);
   }
 
-  // Into what is known of each participant, what else is.
-  void join(uint32_t* known, const uint32_t* others) const {
+  // Into what is known of each participant, what else is. Clocks stay far below 2^31, and signed ones compare faster.
+  void join(uint32_t* known, const uint32_t* others) const { join(known, known, others); }
+
+  void join(uint32_t* joined, const uint32_t* known, const uint32_t* others) const {
     for (uint32_t i = 0; i < participants_; i += 4) {
-      Words& ours = *reinterpret_cast<Words*>(known + i);
-      const Words theirs = *reinterpret_cast<const Words*>(others + i);
-      ours = ours < theirs ? theirs : ours;
+      const Clocks ours = *reinterpret_cast<const Clocks*>(known + i), theirs = *reinterpret_cast<const Clocks*>(others + i);
+      *reinterpret_cast<Clocks*>(joined + i) = ours < theirs ? theirs : ours;
     }
   }
 
@@ -980,8 +992,8 @@ class Block {
   }
 
   void learn(Fiber& fiber, const uint32_t* completed) {
-    catch_up(fiber);
-    join(fiber.known, completed);
+    join(fiber.known, fiber.known_epoch == epoch_ ? fiber.known : told_to_all_, completed);
+    fiber.known_epoch = epoch_;
   }
 
   // Whether the asynchronous proxy, on behalf of that thread, sees what a thread wrote: it fenced it, and the reader knows.
@@ -1009,7 +1021,7 @@ class Block {
     if (!block_alive_[rank])
       fault(fiber, cudaErrorIllegalAddress, line, "%s in the shared memory of block %u of the cluster, which has exited", what,
             rank);
-    current_fiber->reached_peers = clocks_[fiber.thread];
+    running_->reached_peers = clocks_[fiber.thread];
     return check_shared(fibers_[rank * launch_.threads], address, bytes, alignment, what, line);
   }
 
@@ -1109,7 +1121,7 @@ class Block {
   void count_bytes(Mbarrier& mbarrier, int64_t bytes, int line) {
     const int64_t total = mbarrier.bytes + bytes;
     if (total > MAX_TRANSACTION_BYTES || total < -MAX_TRANSACTION_BYTES)
-      fault(*current_fiber, cudaErrorLaunchFailure, line,
+      fault(*running_, cudaErrorLaunchFailure, line,
             "the mbarrier at shared offset %u would count %" PRId64 " bytes: 2^20 - 1 are the most",
             mbarrier.address - SHARED_BASE, total);
     mbarrier.bytes = static_cast<int32_t>(total);
@@ -1118,7 +1130,7 @@ class Block {
   void complete_phase_if_due(Mbarrier& mbarrier, int line) {
     if (mbarrier.pending) return;
     if (mbarrier.bytes < 0)
-      fault(*current_fiber, cudaErrorLaunchFailure, line,
+      fault(*running_, cudaErrorLaunchFailure, line,
             "%d bytes more than expected arrive at the mbarrier at shared offset %u in phase %u", -mbarrier.bytes,
             mbarrier.address - SHARED_BASE, mbarrier.phases);
     if (mbarrier.bytes) return;
@@ -1209,7 +1221,7 @@ class Block {
       nearest_distance = distance;
     }
     const bool read_only = write && begin >= nearest->begin && begin + bytes <= nearest->end;
-    fault(*current_fiber, cudaErrorIllegalAddress, line,
+    fault(*running_, cudaErrorIllegalAddress, line,
           "%s of %u bytes at global address %p: %s (offset %" PRId64 " of the nearest, %s, which has %" PRIu64 " bytes)", what,
           static_cast<unsigned>(bytes), reinterpret_cast<void*>(begin),
           read_only ? "the buffer is not to be written" : "outside all buffers",
@@ -1227,6 +1239,8 @@ class Block {
 
   dim3 index_;
   bool faulted_;
+  Fiber* running_;    // this OS thread's current_fiber,
+  Fiber** current_;   // which is here: to look a thread's variable up takes a call
   uint32_t alive_, barrier_arrived_, mbarrier_count_;
   uint32_t block_alive_[MAX_CLUSTER];
   uint32_t bulk_count_;

@@ -102,7 +102,6 @@ inline void* run_blocks(void* argument) {
   Launch& launch = *static_cast<Launch*>(argument);
   void* memory = malloc(sizeof(Block));
   Block* block = memory ? new (memory) Block(launch) : nullptr;
-  const uint64_t clusters = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z / launch.cluster;
   // Kernels round to nearest even and keep subnormals, whatever the caller's thread has set.
   fenv_t callers;
   fegetenv(&callers);
@@ -110,7 +109,7 @@ inline void* run_blocks(void* argument) {
   if (!block || !block->allocated()) launch.fault(cudaErrorMemoryAllocation, "out of memory for the threads of a block");
   while (!__atomic_load_n(&launch.faulted, __ATOMIC_ACQUIRE)) {
     const uint64_t number = __atomic_fetch_add(&launch.next_cluster, 1, __ATOMIC_RELAXED);
-    if (number >= clusters) break;
+    if (number >= launch.clusters()) break;
     block->run(number);
   }
   if (block) block->~Block();
@@ -173,8 +172,8 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, void (*
   // The launching thread works too; a helper that cannot be started is done without.
   pthread_t helpers[Launch::MAX_WORKERS];
   int started = 0;
-  const long wanted = setting("BWDTUNE_HOST_THREADS", 1);
-  state.workers = wanted < 1 ? 1 : wanted < Launch::MAX_WORKERS ? static_cast<int>(wanted) : Launch::MAX_WORKERS;
+  const long wanted = min(setting("BWDTUNE_HOST_THREADS", 1), Launch::MAX_WORKERS);
+  state.workers = static_cast<int>(max(1, min(static_cast<uint64_t>(max(wanted, 0)), state.clusters())));
   for (int i = state.workers; i > 1; i--) {
     if (pthread_create(&helpers[started], nullptr, run_blocks, &state) == 0)
       started++;

@@ -172,8 +172,8 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, void (*
   // The launching thread works too; a helper that cannot be started is done without.
   pthread_t helpers[Launch::MAX_WORKERS];
   int started = 0;
-  const long wanted = min(setting("BWDTUNE_HOST_THREADS", 1), Launch::MAX_WORKERS);
-  state.workers = static_cast<int>(max(1, min(static_cast<uint64_t>(max(wanted, 0)), state.clusters())));
+  const long wanted = max(min(setting("BWDTUNE_HOST_THREADS", 1), Launch::MAX_WORKERS), 1);
+  state.workers = static_cast<int>(min(static_cast<uint64_t>(wanted), state.clusters()));  // of which there is at least one
   for (int i = state.workers; i > 1; i--) {
     if (pthread_create(&helpers[started], nullptr, run_blocks, &state) == 0)
       started++;

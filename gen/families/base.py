@@ -170,6 +170,7 @@ class TileWork:
         converts_dq: The main kernel also converts dQ, and no pass clears it.
         one_warp_converts: A warp of each block does, which is slow.
         computes_delta: A warp of each block computes delta, and no pass before does.
+        preprocess_rows: Rows of O and dO whose loads a thread of the pass before has in flight.
         skipped_tiles: What a block saves of its first tile, half of which a mask hides.
         blocks: How many blocks compute it together, each on an SM of its own; phases are those of one.
     """
@@ -186,6 +187,7 @@ class TileWork:
     converts_dq: bool = False
     one_warp_converts: bool = False
     computes_delta: bool = False
+    preprocess_rows: int = 1
     skipped_tiles: float = 0.0
     blocks: int = 1
 

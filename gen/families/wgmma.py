@@ -529,6 +529,7 @@ class WgmmaConfig(Config):
             converts_dq=self.dq_epilogue_in_kernel or self.convert_last,
             one_warp_converts=self.dq_epilogue_in_kernel,
             computes_delta=self.delta_in_kernel,
+            preprocess_rows=self.preprocess_rows,
             skipped_tiles=_SKIPPED_TILES * self.skip_masked,
             blocks=self.cluster_size,
         )

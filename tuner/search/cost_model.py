@@ -49,6 +49,7 @@ _WARPGROUP_BARRIER_CYCLES = 175.0  # of both computing warpgroups, whose wgmma g
 _ADDING_CYCLES = 200.0  # of 64 queries, whose dQ the threads of wgmma add themselves
 _CONVERTED_BYTES_NS = 3.3  # of dQ in fp32, by an SM's one converting warp
 _DELTA_BYTES_NS = 10.0  # of O and dO, by an SM's one warp that computes delta
+_ROWS_IN_FLIGHT = {1: 1.0, 2: 0.8, 4: 0.65}  # what reading O and dO takes, by the rows that a thread loads at once
 _LOAD_NS = 600.0  # of a tile that lies in L2, besides its bytes
 _BLOCK_NS = 1700.0  # of a block's start and end, besides its bytes
 _LAUNCHES_NS = 10_000.0  # of the three kernels
@@ -352,7 +353,7 @@ def _passes_ms(problem: Problem, device: Device, work: TileWork) -> float:
 
     What the main kernel does itself is left out.
     """
-    moved = 0 if work.computes_delta else _delta_bytes(problem)
+    moved = 0.0 if work.computes_delta else _delta_bytes(problem) * _ROWS_IN_FLIGHT[work.preprocess_rows]
     if not work.converts_dq:
         moved += problem.query_elements * (problem.element_bytes + 2 * ACCUMULATOR_BYTES)
     return moved / device.bandwidth_tb_s / 1e9 + _LAUNCHES_NS / 1e6

@@ -222,7 +222,7 @@ class KernelContext:
 
     @property
     def makes_delta(self) -> bool:
-        """Whether the main kernel computes delta: then all that preprocess does is to clear."""
+        """Whether the main kernel computes delta, but for that of the first heads."""
         return False
 
     @property

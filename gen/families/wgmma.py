@@ -106,11 +106,6 @@ class WgmmaConfig(Config):
             lambda in_kernel, store_first: in_kernel and not store_first,
             "the pass that computes delta clears dQ's accumulator, too, which would be left to it",
         ),
-        Contradiction(
-            ("preprocess_rows", "delta_in_kernel"),
-            lambda rows, in_kernel: rows != 1 and in_kernel,
-            "the main kernel computes delta: preprocess has no rows",
-        ),
         _of_split("delta_in_kernel", False, "tiles of head_dims above 128 leave no room for rows of O and dO"),
         Contradiction(
             ("p_first", "delta_in_kernel"),
@@ -300,8 +295,8 @@ class WgmmaConfig(Config):
     delta_in_kernel: bool = parameter(
         "i",
         (False, True),
-        "A warp of each block computes delta beside the first items, from a queue of its own, ahead of the items that "
-        "need it; else a kernel before does.",
+        "A warp of each block computes delta beside the items of earlier heads, from a queue of its own; else, and for "
+        "the first heads, a kernel before does.",
         default=False,
         later=True,
     )

@@ -310,7 +310,6 @@ def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (MANY_HEADS, dataclasses.replace(PRESETS["w64conv"], l2_head_group=4)),
         (MANY_HEADS, dataclasses.replace(PRESETS["w64last"], l2_head_group=4)),
-        (MANY_HEADS, dataclasses.replace(PRESETS["w64last"], l2_head_group=4, delta_in_kernel=True)),
         (
             Problem.parse("2_20_10_300_64"),
             dataclasses.replace(PRESETS["w128"], l2_head_group=4, dq_epilogue_in_kernel=True),
@@ -320,7 +319,7 @@ def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
             WgmmaConfig(lse_delta_k_step=False, dq_epilogue_in_kernel=True),
         ),
     ],
-    ids=["causal", "the last key tile converts", "and a warp makes delta", "groups", "window"],
+    ids=["causal", "the last key tile converts", "groups", "window"],
 )
 @pytest.mark.usefixtures("_few_slots")
 def test_a_slot_for_dq_is_used_again(
@@ -350,6 +349,73 @@ def test_it_is_caught_that_a_slot_for_dq(
     monkeypatch.setenv("BWDTUNE_HOST_THREADS", "1")
     few = dataclasses.replace(config, l2_head_group=4)
     assert not VERIFIER.verify_at(MANY_HEADS, load(mutated("slot", *change, few, MANY_HEADS))).passed
+
+
+# ---- delta in the main kernel, but for the first heads ----
+
+DELTA_IN_KERNEL = dataclasses.replace(PRESETS["w64last"], delta_in_kernel=True, l2_head_group=4)
+TILES_ACROSS_CHUNKS = WgmmaConfig(
+    block_q=80, lse_delta_k_step=False, store_first=True, delta_in_kernel=True, l2_head_group=4
+)
+FEWER_COUNTED = ("DELTA_COUNTED = 256;", "DELTA_COUNTED = 10;")
+NOT_WAITED_FOR = ("ptx::wait_for_global(arguments.delta_done", "if (false) ptx::wait_for_global(arguments.delta_done")
+WAIT = "DELTA_COUNTED, counted);\n      ptx::fence_proxy_async_global();"
+
+
+def begun_at(item: int) -> tuple[str, str]:
+    """Delta is begun when so many items have been taken."""
+    delay = f"ptx::wait_for_at_least_global(arguments.next_item, {item});"
+    return "uint32_t use = 0;", f"uint32_t use = 0;\n  {delay}"
+
+
+def with_changes(problem: Problem, config: Config, *changes: tuple[str, str]) -> Source:
+    source = render(problem, config)
+    for old, new in changes:
+        code = without_comments(source.text)
+        assert old in code, f"the code no longer has {old!r}"
+        source = Source(source.kernel_spec, config, code.replace(old, new))
+    return source
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (MANY_HEADS, DELTA_IN_KERNEL),
+        (dataclasses.replace(MANY_HEADS, sink=True, lse_grad=True), DELTA_IN_KERNEL),
+        (MANY_HEADS, TILES_ACROSS_CHUNKS),
+    ],
+    ids=["", "features of rows", "tiles across chunks"],
+)
+@pytest.mark.parametrize(("threads", "changes"), [("1", (FEWER_COUNTED, begun_at(13))), ("3", (FEWER_COUNTED,))])
+@pytest.mark.usefixtures("_few_slots")
+def test_items_wait_for_delta(
+    problem: Problem,
+    config: Config,
+    threads: str,
+    changes: tuple[tuple[str, str], ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it is begun after the items of the first 4 heads, and there are several counters, the last for fewer."""
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", threads)
+    record = VERIFIER.verify_at(problem, load(with_changes(problem, config, *changes)))
+    assert record.passed, record.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (NOT_WAITED_FOR, begun_at(60)),
+        ((WAIT, WAIT.split("\n")[0]),),
+        (("if (lane - lane % DELTA_ROWS == row) delta = sum;", "delta = sum;"),),
+        (("load_from(in_all_lanes(taken));", ""),),
+        (("if (use > 0) release();", ""),),
+    ],
+    ids=["is not waited for", "is copied with no fence", "is another row's", "is another chunk's", "is never counted"],
+)
+@pytest.mark.usefixtures("_few_slots")
+def test_it_is_caught_that_delta(changes: tuple[tuple[str, str], ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BWDTUNE_HOST_THREADS", "1")
+    assert not VERIFIER.verify_at(MANY_HEADS, load(with_changes(MANY_HEADS, DELTA_IN_KERNEL, *changes))).passed
 
 
 # ---- offsets past 2^31 ----
@@ -669,7 +735,6 @@ PAIR_MUTATIONS = {
     "own keys in the place of the other block's": ("item.kv_start + block.peer()", "item.kv_start + block.rank()"),
 }
 
-DELTA_IN_KERNEL = dataclasses.replace(PRESETS["w64last"], delta_in_kernel=True)
 BULK = dataclasses.replace(PRESETS["t64"], dq_bulk_reduce=True)
 BULK_OF_TWO_GROUPS = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2, dq_bulk_reduce=True)
 DETERMINISTIC_PROBLEM = dataclasses.replace(MUTATED_PROBLEM, causal=False, deterministic=True)
@@ -733,24 +798,6 @@ DQ_MUTATIONS: dict[str, tuple[Config, Problem, str, str]] = {
         MUTATED_PROBLEM,
         "if (DQ_DELAYED) find_dq();\n      tile++;\n      iterations--;\n      query_start += BLOCK_Q;",
         "tile++;\n      iterations--;\n      query_start += BLOCK_Q;\n      if (DQ_DELAYED) find_dq();",
-    ),
-    "delta that is not waited for": (
-        DELTA_IN_KERNEL,
-        MUTATED_PROBLEM,
-        "ptx::wait_for_global(arguments.delta_ready + chunk, 1);",
-        "",
-    ),
-    "delta that copies are not ordered after": (
-        DELTA_IN_KERNEL,
-        MUTATED_PROBLEM,
-        "ptx::wait_for_global(arguments.delta_ready + chunk, 1);\n        ptx::fence_proxy_async_global();",
-        "ptx::wait_for_global(arguments.delta_ready + chunk, 1);",
-    ),
-    "delta of another row": (
-        DELTA_IN_KERNEL,
-        MUTATED_PROBLEM,
-        "if (lane - lane % DELTA_ROWS == row) delta = sum;",
-        "delta = sum;",
     ),
     "a thread's rows in one place": (
         dataclasses.replace(PRESETS["w64first"], preprocess_rows=4),

@@ -202,8 +202,6 @@ class Config(ABC):
         features: What of `Problem.required_features` its template has.
         contradictions: What does not go together.
         has_probe: Its kernel can count its cycles and keep to another card's pace.
-        divides_registers: Its warpgroups divide an SM's registers among themselves (``setmaxnreg``): there is one block
-            an SM, and an equal share is no limit.
         parameters: The declared parameters, by name.
         choices: Their values, by name.
     """
@@ -213,7 +211,6 @@ class Config(ABC):
     features: ClassVar[frozenset[str]]
     contradictions: ClassVar[tuple[Contradiction, ...]] = ()
     has_probe: ClassVar[bool] = False
-    divides_registers: ClassVar[bool] = False
     parameters: ClassVar[dict[str, Parameter]]
     choices: ClassVar[dict[str, tuple[Value, ...]]]
 
@@ -287,6 +284,14 @@ class Config(ABC):
     @abstractmethod
     def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
         """What the family's templates see for a problem; see `KernelContext` for the arguments."""
+
+    @property
+    def divides_registers(self) -> bool:
+        """Whether its warpgroups divide an SM's registers among themselves (``setmaxnreg``).
+
+        There is then one block an SM, and an equal share is no limit.
+        """
+        return False
 
     def register_limit(self, device: Device) -> int:
         """Registers that a thread can have, if as many blocks are to fit on an SM as are asked for."""

@@ -191,6 +191,11 @@ class KernelContext:
         return True
 
     @property
+    def divides_registers(self) -> bool:
+        """Whether warpgroups divide a block's registers among themselves (``setmaxnreg``)."""
+        return self.config.divides_registers
+
+    @property
     def orders_proxies(self) -> bool:
         """Whether blocks tell each other, through global memory, of what bulk copies have written there."""
         return False

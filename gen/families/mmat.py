@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..device import Device
 from ..emulation import Emulation
-from ..problem import ACCUMULATOR_BYTES, FEATURES, Problem
+from ..problem import ACCUMULATOR_BYTES, FEATURES, FULL, Problem
 from .base import (
     BARRIER_BYTES,
     FRAGMENT_COLUMNS,
@@ -27,7 +27,12 @@ from .context import KernelContext
 
 _PITCH_BYTES = 128  # of a panel's row
 _STAGGERED_WARPS = 8  # two for each of an SM's sub-partitions, which a block's warps go round
+_SKIPPED_TILES = 0.3  # of t64, measured: 0.2 on an H200, 0.5 at the pace of a 5090
+_COMPUTING_WARPS = 8  # beside a loading one
+_LOADING_THREADS = 128
+_LOADING_REGISTERS, _COMPUTING_REGISTERS = 24, 240  # of 168 x 384 that a block of three warpgroups is launched with
 _WORKING_REGISTERS = 31  # all addresses; measured: more than 224 others spill
+_WORKING_REGISTERS_BESIDE_LOADER = 16  # without those of the copies: 224 others again
 
 
 @family
@@ -78,6 +83,46 @@ class TransposedMmaConfig(Config):
             ("dq_vector", "dq_bulk_reduce"),
             lambda vector, bulk: bulk and vector != 4,
             "dQ is added in bulk, and not by vectors of {dq_vector}",
+        ),
+        Contradiction(
+            ("num_warps", "loading_warp"),
+            lambda warps, loading: loading and warps != _COMPUTING_WARPS,
+            f"registers are divided among warpgroups, and {_COMPUTING_WARPS} warps compute: {{num_warps}} are not that",
+        ),
+        Contradiction(
+            ("min_blocks_per_sm", "loading_warp"),
+            lambda blocks, loading: loading and blocks > 1,
+            "a block with a loading warp takes all registers of an SM: {min_blocks_per_sm} do not fit",
+        ),
+        Contradiction(
+            ("dq_bulk_reduce", "loading_warp"),
+            lambda bulk, loading: bulk and loading,
+            "beside a loading warp, dQ is added from registers: in bulk it was slower throughout",
+        ),
+        Contradiction(
+            ("dq_vector", "loading_warp"),
+            lambda vector, loading: loading and vector != 4,
+            "beside a loading warp, dQ is added by vectors of 4: {dq_vector} were slower throughout",
+        ),
+        Contradiction(
+            ("query_groups", "exchange", "loading_warp"),
+            lambda groups, exchange, loading: loading and groups > 1 and not exchange,
+            "query groups add up dK and dV where the tiles are, which a loading warp fills again",
+        ),
+        Contradiction(
+            ("loading_warp", "skip_masked"),
+            lambda loading, skips: skips and not loading,
+            "warps that skip tiles load none of them",
+        ),
+        Contradiction(
+            ("l2_head_group", "l2_tail_heads"),
+            lambda group, tail: tail > 0 and group != 4,
+            "a longer last group follows groups of 4 heads: of {l2_head_group} it was no faster",
+        ),
+        Contradiction(
+            ("query_groups", "skip_masked"),
+            lambda groups, skips: skips and groups > 1,
+            "two groups of queries have the same keys, and so the same tiles masked",
         ),
     )
 
@@ -169,10 +214,50 @@ class TransposedMmaConfig(Config):
         later=True,
         stored="dq_bulk",
     )
+    loading_warp: bool = parameter(
+        "lw",
+        (False, True),
+        "One more warp loads all tiles. It comes with a warpgroup of its own; the others have 240 registers a thread.",
+        default=False,
+        later=True,
+    )
+
+    skip_masked: bool = parameter(
+        "m",
+        (False, True),
+        "Warps whose half of a tile's keys is masked altogether compute only their share of dQ there.",
+        default=False,
+        later=True,
+    )
+
+    l2_tail_heads: int = parameter(
+        "z",
+        (0, 32),
+        "So many heads at least are the last of these groups: SMs then end together. 0: as many as in any other.",
+        default=0,
+        later=True,
+        affects_validity=False,
+    )
 
     @property
     def threads(self) -> int:
-        return 32 * self.num_warps
+        return 32 * self.num_warps + (_LOADING_THREADS if self.loading_warp else 0)
+
+    @property
+    def divides_registers(self) -> bool:
+        return self.loading_warp
+
+    @property
+    def loading_registers(self) -> int:
+        """Registers of a thread of the loading warp's warpgroup, and of a computing thread beside it."""
+        return _LOADING_REGISTERS
+
+    @property
+    def computing_registers(self) -> int:
+        return _COMPUTING_REGISTERS
+
+    def register_limit(self, device: Device) -> int:
+        return _COMPUTING_REGISTERS if self.loading_warp else super().register_limit(device)
 
     @property
     def exchanges(self) -> bool:
@@ -244,6 +329,10 @@ class TransposedMmaConfig(Config):
                 )
         if self.p_first and problem.sink and problem.dtype == "fp16":
             return "a sink may leave all of a row's P below fp16's normal range: dS has to be made of P in fp32"
+        if self.skip_masked and problem.mask == FULL:
+            return "there is no mask that would leave tiles to be skipped"
+        if self.loading_warp and (needed := self.registers(problem)) > _COMPUTING_REGISTERS:
+            return f"about {needed} registers a thread: beside a loading warp there are {_COMPUTING_REGISTERS}"
         if self.p_first and problem.softcap and problem.bias_grad:
             return "with P first, P times the cap's derivative is kept for dS, and dBias needs P itself"
         return None
@@ -270,7 +359,7 @@ class TransposedMmaConfig(Config):
         at_end = self.block_kv * (dk_columns + dv_columns) * ACCUMULATOR_BYTES if self.splits_k else 0
         statistics = (self.q_stages + self.do_stages) * self.block_q * ACCUMULATOR_BYTES  # L beside Q, delta beside dO
         parts = (1 + self.exchanges_p_first) * self.ds_parts
-        barriers = 4 + parts + self.q_stages + self.do_stages
+        barriers = 4 + parts + self.q_stages + self.do_stages + 3 * self.loading_warp
         indices = (2 + self.num_warps) * INDEX_BYTES  # of this item and of the next one, and each warp's note
         return max(tiles, at_start, at_end) + statistics + barriers * BARRIER_BYTES + indices
 
@@ -286,7 +375,8 @@ class TransposedMmaConfig(Config):
         scores = keys * queries // 32
         beside_dp = scores if not self.p_first or (problem.softcap and not self.dv_first) else scores // 2
         passing = max(scores + beside_dp, self.block_q // self.dq_row_warps * dq_columns // 32)
-        return sums + kept + passing + bias_registers(problem) + _WORKING_REGISTERS
+        working = _WORKING_REGISTERS_BESIDE_LOADER if self.loading_warp else _WORKING_REGISTERS
+        return sums + kept + passing + bias_registers(problem) + working
 
     def context(self, problem: Problem, pace: Emulation | None, probed: bool) -> KernelContext:
         return MmatContext.of(problem, self, pace, probed)
@@ -332,6 +422,7 @@ class TransposedMmaConfig(Config):
             tiles_ahead=min(self.q_stages, self.do_stages) - 0.5,
             in_step=not self.staggered,
             dq_vector=None if self.dq_bulk_reduce else self.dq_vector,
+            skipped_tiles=_SKIPPED_TILES * self.skip_masked,
         )
 
 

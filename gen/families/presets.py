@@ -30,6 +30,16 @@ PRESETS: dict[str, Config] = {
         dv_first=True,
         staggered=True,
     ),
+    "t64load": TransposedMmaConfig(
+        block_q=64,
+        block_kv=128,
+        num_warps=8,
+        v_in_registers=True,
+        p_first=True,
+        p_in_fp16=True,
+        loading_warp=True,
+        skip_masked=True,
+    ),
     "w64": WgmmaConfig(v_fragments=3),
     "w64lag": WgmmaConfig(dq_delayed=True, v_fragments=3, resync=True, skip_masked=True),
     "w64first": WgmmaConfig(dq_delayed=True, v_fragments=3, store_first=True),
@@ -49,10 +59,11 @@ PRESETS: dict[str, Config] = {
     ),
 }
 """v1, v2 and v3 are the three kernels of the public write-up this project starts from; v2 needs the loop for dQ to fit
-its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory, those with a w are
-for Hopper: w64last for short sequences and deterministic gradients, w64first for those of packed sequences, w64conv,
-whose dQ needs no kernel of its own, for long ones, w128 for head_dims up to 64, w64split and w64bulk for those above
-128, the latter deterministic too, w64mla for 192 with values of 128, and w64pair, in clusters, for those above 192."""
+its registers. t64 and t128 are the transposed kernels for 99 KiB and for 227 KiB of shared memory, t64load is t64 for
+masks on cards whose tensor cores are slow. Those with a w are for Hopper: w64last for short sequences and deterministic
+gradients, w64first for those of packed sequences, w64conv, whose dQ needs no kernel of its own, for long ones, w128 for
+head_dims up to 64, w64split and w64bulk for those above 128, the latter deterministic too, w64mla for 192 with values
+of 128, and w64pair, in clusters, for those above 192."""
 
 
 def preset_name(config: Config) -> str | None:

@@ -48,7 +48,6 @@ class WgmmaConfig(Config):
     family: ClassVar[str] = "wgmma"
     group: ClassVar[str] = "wgmma"
     features: ClassVar[frozenset[str]] = frozenset(FEATURES)
-    divides_registers: ClassVar[bool] = True
 
     # What is no parameter: the template has it from here.
     warpgroup_threads: ClassVar[int] = 128
@@ -291,6 +290,14 @@ class WgmmaConfig(Config):
         default=False,
         later=True,
     )
+    l2_tail_heads: int = parameter(
+        "t",
+        (0, 32),
+        "So many heads at least are the last of these groups: SMs then end together. 0: as many as in any other.",
+        default=0,
+        later=True,
+        affects_validity=False,
+    )
 
     delta_in_kernel: bool = parameter(
         "i",
@@ -381,6 +388,10 @@ class WgmmaConfig(Config):
         if self.v_fragments > steps:
             return f"{kept} has {steps} steps along head_dim: {self.v_fragments} cannot be kept"
         return None
+
+    @property
+    def divides_registers(self) -> bool:
+        return True
 
     def register_limit(self, device: Device) -> int:
         """Of a consumer thread."""

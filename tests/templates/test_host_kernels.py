@@ -544,6 +544,29 @@ TRANSPOSED_MUTATIONS: dict[str, tuple[str, str, str]] = {
 }
 MUTATED_PROBLEM = problem_of("bf16", 64, True)
 
+LOADED = parse_config("t64load l2_tail_heads=32")
+LOADING_MUTATIONS: dict[str, tuple[str, str]] = {
+    "dO loaded by the warp while others read it": ("ptx::mbarrier_wait(do_empty, i % 2);", ""),
+    "the next item's tiles over those of this one": ("ptx::mbarrier_wait(shared + TILES_EMPTY_OFFSET, parity);", ""),
+    "half of the keys is skipped that a query sees": (
+        "first_key > place.start + BLOCK_Q - 1 + item.mask.high",
+        "first_key >= place.start + item.mask.high",
+    ),
+    "dS of warps that skip a tile": ("if (hidden(part)) continue;", ""),
+    "warps that skip a tile do not say so": ("arrive(ds_full + 8 * own_part);\n        ptx", "ptx"),
+    "the last group has other heads": ("? heads - group * L2_HEAD_GROUP", "? L2_HEAD_GROUP"),
+}
+
+# With one stage of dO, that it has been read says that Q has been, too, and that it comes says that V has been read.
+LOADED_AHEAD = dataclasses.replace(LOADED, block_q=96, do_stages=2)
+LOADED_AHEAD_MUTATIONS: dict[str, tuple[str, str]] = {
+    "loaded while others compute": (
+        "ptx::mbarrier_wait(ds_empty, (i + 1) % 2);\n          load_ahead(place);",
+        "load_ahead(place);",
+    ),
+    "dS over V that others have not read": ("if constexpr (!DO_COMES_AFTER_V)", "if constexpr (false)"),
+}
+
 FEATURE_MUTATIONS: dict[str, tuple[str, str]] = {
     "the window's left edge is one too far": ("diagonal - window_left,", "diagonal - window_left - 1,"),
     "the window's right edge is one too near": ("diagonal + window_right}", "diagonal + window_right - 1}"),
@@ -991,6 +1014,8 @@ Fault = tuple[Config, Problem, str, str]
 FAULTS: dict[str, Fault] = {
     **{name: (PRESETS["v3"], MUTATED_PROBLEM, *change) for name, change in MUTATIONS.items()},
     **{name: (PRESETS[preset], MUTATED_PROBLEM, *change) for name, (preset, *change) in TRANSPOSED_MUTATIONS.items()},
+    **{name: (LOADED, MUTATED_PROBLEM, *change) for name, change in LOADING_MUTATIONS.items()},
+    **{name: (LOADED_AHEAD, MUTATED_PROBLEM, *change) for name, change in LOADED_AHEAD_MUTATIONS.items()},
     **{name: (PRESETS["v3"], FEATURED_PROBLEM, *change) for name, change in FEATURE_MUTATIONS.items()},
     **{
         name: (PRESETS[preset], FEATURED_PROBLEM, *change)

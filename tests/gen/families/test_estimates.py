@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from bwdtune.gen.device import H200, RTX_5090
-from bwdtune.gen.families import PRESETS, TransposedMmaConfig
+from bwdtune.gen.families import PRESETS, TransposedMmaConfig, parse_config
 from bwdtune.gen.problem import Problem
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
@@ -36,6 +36,16 @@ def test_dq_is_staged_where_the_query_groups_parts_of_dk_and_dv_are_at_the_end()
     config = TransposedMmaConfig(block_q=32, block_kv=128, num_warps=8, query_groups=2)
     in_bulk = dataclasses.replace(config, dq_bulk_reduce=True)
     assert in_bulk.estimate(SEED).shared_memory_bytes == config.estimate(SEED).shared_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "threads", "registers", "more_shared_memory"),
+    [("t64", 256, 239, 0), ("t64 loading_warp", 384, 224, 24)],
+)
+def test_a_loading_warp_brings_a_warpgroup(config: str, threads: int, registers: int, more_shared_memory: int) -> None:
+    found = parse_config(config).estimate(SEED)
+    assert (found.threads, found.registers) == (threads, registers)
+    assert found.shared_memory_bytes == PRESETS["t64"].estimate(SEED).shared_memory_bytes + more_shared_memory
 
 
 @pytest.mark.parametrize(("preset", "threads"), [("v1", 512), ("v2", 256), ("v3", 256), ("t64", 256), ("t128", 256)])

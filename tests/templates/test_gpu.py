@@ -199,9 +199,13 @@ def test_a_thousand_launches_on_two_streams(config: Config, deterministic: bool,
     [
         (Problem.parse("1_80_1000_128", causal=True), PRESETS["w64conv"]),
         (Problem.parse("1_80_1000_128", causal=True), PRESETS["w64last"]),
+        (
+            Problem.parse("1_80_1000_128", causal=True),
+            replace(PRESETS["w64last"], delta_in_kernel=True, preprocess_rows=4),
+        ),
         (Problem.parse("4_60_30_700_64"), replace(PRESETS["w128"], dq_epilogue_in_kernel=True)),
     ],
-    ids=["causal", "the last key tile converts", "groups"],
+    ids=["causal", "the last key tile converts", "delta of the later heads in the kernel", "groups"],
 )
 def test_a_place_for_dq_is_used_again(problem: Problem, config: Config) -> None:
     """By more heads than there are places for, which are 72, or 56 where the last key tile converts."""

@@ -46,6 +46,10 @@ struct Launch {
   void (*invoke)(const void* call);
   const void* call;
   const Buffers* buffers;
+  // Of each buffer, what lies between the first and the last byte that ordinary stores of this kernel have written so far.
+  struct {
+    uintptr_t begin = UINTPTR_MAX, end = 0;
+  } stored[Buffers::CAPACITY];
 
   uint64_t next_cluster = 0;
   uint64_t clusters() const { return uint64_t{grid.x} * grid.y * grid.z / cluster; }
@@ -693,11 +697,21 @@ class Block {
     bulk_operations_[bulk_count_++] = operation;
   }
 
-  // Refuses a bulk copy of what is perhaps not ordered after what this thread has waited for.
+  // Refuses a bulk copy that may not be ordered after what this thread has waited for.
   void check_acquired(int line) {
     if (running_->acquired_unfenced)
       fault(*running_, cudaErrorLaunchFailure, line,
             "a bulk copy with no proxy fence since this thread waited for a word of global memory");
+  }
+
+  // The same of a copy from global memory, if this kernel has written there: what others have was there at its start.
+  void check_acquired_source(const void* source, uint32_t bytes, int line) {
+    if (!launch_.buffers->count) return;
+    const auto& stored = launch_.stored[last_buffer_];
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(source);
+    if (begin < __atomic_load_n(&stored.end, __ATOMIC_RELAXED) &&
+        begin + bytes > __atomic_load_n(&stored.begin, __ATOMIC_RELAXED))
+      check_acquired(line);
   }
 
   // Does all that the thread has committed except for the last `left` groups. Where it waits for their reads alone, nobody may
@@ -825,6 +839,19 @@ class Block {
     for (last_buffer_ = 0; last_buffer_ < buffers.count; last_buffer_++)
       if (within(buffers.entries[last_buffer_])) return;
     fault_global(begin, bytes, write, what, line);
+  }
+
+  // An ordinary store, just checked.
+  void note_store(const void* pointer, uint32_t bytes) {
+    if (!launch_.buffers->count) return;
+    auto& stored = launch_.stored[last_buffer_];
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(pointer), end = begin + bytes;
+    uintptr_t old = __atomic_load_n(&stored.begin, __ATOMIC_RELAXED);
+    while (begin < old && !__atomic_compare_exchange_n(&stored.begin, &old, begin, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    old = __atomic_load_n(&stored.end, __ATOMIC_RELAXED);
+    while (end > old && !__atomic_compare_exchange_n(&stored.end, &old, end, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
   }
 
  private:

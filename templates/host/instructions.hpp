@@ -218,6 +218,7 @@ const void* at_shared(uint32_t address, uint32_t bytes, int line) {
 
 void check_global(const void* pointer, uint32_t bytes, bool write, const char* what, int line) {
   block().check_global(pointer, bytes, bytes, write, what, line);
+  if (write) block().note_store(pointer, bytes);
 }
 
 // Subnormals, of the operands and of the sum, are zeros of their sign: so adds in global memory on a card.
@@ -433,9 +434,9 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
   const char* what = "cp.async.bulk";
   if (!bytes || bytes % 16)
     block().fault(*current_fiber, cudaErrorLaunchFailure, line, "%s of %u bytes: they must be a multiple of 16", what, bytes);
-  block().check_acquired(line);
   bwdtune_host::Mbarrier& mbarrier = mbarrier_of_copy(barrier, what, line);
   block().check_global(source, bytes, 16, false, what, line);
+  block().check_acquired_source(source, bytes, line);
   memcpy(block().write_shared(*current_fiber, destination, bytes, 16, what, line, &mbarrier), source, bytes);
   block().mbarrier_complete_tx(mbarrier, bytes, line);
 }

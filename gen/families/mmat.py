@@ -120,6 +120,16 @@ class TransposedMmaConfig(Config):
             "a longer last group follows groups of 4 heads: of {l2_head_group} it was no faster",
         ),
         Contradiction(
+            ("dq_vector", "preprocess_rows"),
+            lambda vector, rows: rows > 1 and vector != 4,
+            "several rows in flight are for kernels that add dQ by vectors of 4: by {dq_vector} all were slower",
+        ),
+        Contradiction(
+            ("l2_head_group", "preprocess_rows"),
+            lambda group, rows: rows > 1 and group != 4,
+            "several rows in flight are for groups of 4 heads: those of {l2_head_group} were no faster",
+        ),
+        Contradiction(
             ("query_groups", "skip_masked"),
             lambda groups, skips: skips and groups > 1,
             "two groups of queries have the same keys, and so the same tiles masked",
@@ -235,6 +245,15 @@ class TransposedMmaConfig(Config):
         (0, 32),
         "So many heads at least are the last of these groups: SMs then end together. 0: as many as in any other.",
         default=0,
+        later=True,
+        affects_validity=False,
+    )
+
+    preprocess_rows: int = parameter(
+        "n",
+        (1, 4),
+        "Rows of O and dO, and of dQ's sums, that a thread of the passes loads before it waits for the first.",
+        default=1,
         later=True,
         affects_validity=False,
     )
@@ -423,6 +442,7 @@ class TransposedMmaConfig(Config):
             in_step=not self.staggered,
             dq_vector=None if self.dq_bulk_reduce else self.dq_vector,
             skipped_tiles=_SKIPPED_TILES * self.skip_masked,
+            preprocess_rows=self.preprocess_rows,
         )
 
 
@@ -431,6 +451,10 @@ class MmatContext(KernelContext):
     """The ``mmat`` family's."""
 
     config: TransposedMmaConfig
+
+    @property
+    def preprocess_rows(self) -> int:
+        return self.config.preprocess_rows
 
     @property
     def orders_proxies(self) -> bool:

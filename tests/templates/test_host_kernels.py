@@ -557,6 +557,15 @@ LOADING_MUTATIONS: dict[str, tuple[str, str]] = {
     "the last group has other heads": ("? heads - group * L2_HEAD_GROUP", "? L2_HEAD_GROUP"),
 }
 
+SEVERAL_ROWS = parse_config("t128 preprocess_rows=4")
+SEVERAL_ROWS_MUTATIONS: dict[str, tuple[str, str]] = {
+    "delta of a thread's first row for all": (
+        "% arguments.chunks * THREAD_ROWS + ROW);",
+        "% arguments.chunks * THREAD_ROWS);",
+    ),
+    "dQ of a warp's first block for all": ("* THREAD_ROWS + ROW) * ROWS_PER_BLOCK", "* THREAD_ROWS) * ROWS_PER_BLOCK"),
+}
+
 # With one stage of dO, that it has been read says that Q has been, too, and that it comes says that V has been read.
 LOADED_AHEAD = dataclasses.replace(LOADED, block_q=96, do_stages=2)
 LOADED_AHEAD_MUTATIONS: dict[str, tuple[str, str]] = {
@@ -1015,6 +1024,7 @@ FAULTS: dict[str, Fault] = {
     **{name: (PRESETS["v3"], MUTATED_PROBLEM, *change) for name, change in MUTATIONS.items()},
     **{name: (PRESETS[preset], MUTATED_PROBLEM, *change) for name, (preset, *change) in TRANSPOSED_MUTATIONS.items()},
     **{name: (LOADED, MUTATED_PROBLEM, *change) for name, change in LOADING_MUTATIONS.items()},
+    **{name: (SEVERAL_ROWS, MUTATED_PROBLEM, *change) for name, change in SEVERAL_ROWS_MUTATIONS.items()},
     **{name: (LOADED_AHEAD, MUTATED_PROBLEM, *change) for name, change in LOADED_AHEAD_MUTATIONS.items()},
     **{name: (PRESETS["v3"], FEATURED_PROBLEM, *change) for name, change in FEATURE_MUTATIONS.items()},
     **{

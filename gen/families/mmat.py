@@ -115,6 +115,16 @@ class TransposedMmaConfig(Config):
             "warps that skip tiles load none of them",
         ),
         Contradiction(
+            ("l2_head_group", "loading_warp"),
+            lambda group, loading: loading and group != 4,
+            "beside a loading warp, groups of {l2_head_group} heads were no faster than those of 4",
+        ),
+        Contradiction(
+            ("dq_vector", "l2_tail_heads"),
+            lambda vector, tail: tail > 0 and vector != 4,
+            "a longer last group is for kernels that add dQ by vectors of 4: by {dq_vector} all were slower",
+        ),
+        Contradiction(
             ("l2_head_group", "l2_tail_heads"),
             lambda group, tail: tail > 0 and group != 4,
             "a longer last group follows groups of 4 heads: of {l2_head_group} it was no faster",

@@ -51,13 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected stays. To look for garbage in it takes a third of the collection's time, and more
-    in each test."""
+    """What is imported and collected stays. To look for garbage in it takes a third of the collection's time, and a
+    tenth of the tests', whose own garbage can wait longer than it does by default."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(5000, 20)
         gc.enable()
 
 

@@ -388,7 +388,9 @@ class TransposedMmaConfig(Config):
         at_end = self.block_kv * (dk_columns + dv_columns) * ACCUMULATOR_BYTES if self.splits_k else 0
         statistics = (self.q_stages + self.do_stages) * self.block_q * ACCUMULATOR_BYTES  # L beside Q, delta beside dO
         parts = (1 + self.exchanges_p_first) * self.ds_parts
-        barriers = 4 + parts + self.q_stages + self.do_stages + 3 * self.loading_warp
+        barriers = 4 + parts + self.q_stages + self.do_stages
+        if self.loading_warp:  # three of its own, and as many of dS as there are stages
+            barriers += 3 + max(self.q_stages, self.do_stages) - 1
         indices = (2 + self.num_warps) * INDEX_BYTES  # of this item and of the next one, and each warp's note
         return max(tiles, at_start, at_end) + statistics + barriers * BARRIER_BYTES + indices
 

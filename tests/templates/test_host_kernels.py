@@ -570,7 +570,7 @@ SEVERAL_ROWS_MUTATIONS: dict[str, tuple[str, str]] = {
 LOADED_AHEAD = dataclasses.replace(LOADED, block_q=96, do_stages=2)
 LOADED_AHEAD_MUTATIONS: dict[str, tuple[str, str]] = {
     "loaded while others compute": (
-        "ptx::mbarrier_wait(ds_empty, (i + 1) % 2);\n          load_ahead(place);",
+        "wait_for_last(i);\n          load_ahead(place);",
         "load_ahead(place);",
     ),
     "dS over V that others have not read": ("if constexpr (!DO_COMES_AFTER_V)", "if constexpr (false)"),
@@ -1054,6 +1054,17 @@ FAULTS: dict[str, Fault] = {
 def test_a_fault_in_the_kernel_is_caught(name: str) -> None:
     config, problem, old, new = FAULTS[name]
     assert not VERIFIER.verify(problem, load(mutated(name, old, new, config, problem))).passed
+
+
+@pytest.mark.parametrize("config", ["t64load", "t64load q_stages=3 do_stages=3"])
+def test_a_loading_warp_may_be_late(config: str) -> None:
+    """It begins each iteration when the others have ended theirs: it would miss a barrier that is a phase ahead."""
+    problem = dataclasses.replace(MUTATED_PROBLEM, seqlen_q=391, seqlen_kv=150)
+    waits = "wait_for_last(i);\n          load_ahead(place);"
+    late = "ptx::mbarrier_wait(ds_empty + 8 * (i % STAGES), i / STAGES % 2);"
+    source = mutated("late", waits, late + waits, parse_config(config), problem)
+    record = VERIFIER.verify_at(problem, load(source))
+    assert record.passed, record.reason
 
 
 @pytest.mark.parametrize("name", BIAS_MUTATIONS)

@@ -40,7 +40,7 @@ def test_dq_is_staged_where_the_query_groups_parts_of_dk_and_dv_are_at_the_end()
 
 @pytest.mark.parametrize(
     ("config", "threads", "registers", "more_shared_memory"),
-    [("t64", 256, 239, 0), ("t64 loading_warp", 384, 224, 24)],
+    [("t64", 256, 239, 0), ("t64 loading_warp", 384, 224, 32)],
 )
 def test_a_loading_warp_brings_a_warpgroup(config: str, threads: int, registers: int, more_shared_memory: int) -> None:
     found = parse_config(config).estimate(SEED)

@@ -10,9 +10,11 @@ from typing import Any
 import jinja2
 import pytest
 
+from bwdtune.gen.device import H200
 from bwdtune.gen.families import FAMILIES, PRESETS, Config, MmaConfig
 from bwdtune.gen.problem import Problem
 from bwdtune.gen.render import TEMPLATES, environment, render, template_files, template_hash
+from bwdtune.gen.space import refusal
 
 SEED = Problem.parse("8_16_4096_128", causal=True)
 
@@ -65,6 +67,13 @@ def test_every_feature_changes_the_code() -> None:
 def test_limits_of_windows_do_not_change_the_text() -> None:
     texts = {render(Problem.parse("8_16_4096_128", window_left=left, causal=True), PRESETS["v3"]) for left in (1, 4096)}
     assert len(texts) == 1
+
+
+def test_a_configuration_that_is_refused_has_a_text_too() -> None:
+    """Databases hold them, and tests that draw any."""
+    both = dataclasses.replace(PRESETS["w64conv"], delta_in_kernel=True)
+    assert refusal(SEED, both, H200)
+    assert both.id in render(SEED, both).text
 
 
 def test_sizes_do_not_change_the_text() -> None:

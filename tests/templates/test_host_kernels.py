@@ -1056,6 +1056,13 @@ def test_a_fault_in_the_kernel_is_caught(name: str) -> None:
     assert not VERIFIER.verify(problem, load(mutated(name, old, new, config, problem))).passed
 
 
+def test_staggered_warps_are_not_a_tile_ahead_of_those_that_skip_it() -> None:
+    problem = dataclasses.replace(MUTATED_PROBLEM, seqlen_q=150, seqlen_kv=131)
+    config = parse_config("t64load staggered=1 v_in_registers=0")
+    record = VERIFIER.verify_at(problem, load(render(problem, config)))
+    assert record.passed, record.reason
+
+
 @pytest.mark.parametrize("config", ["t64load", "t64load q_stages=3 do_stages=3"])
 def test_a_loading_warp_may_be_late(config: str) -> None:
     """It begins each iteration when the others have ended theirs: it would miss a barrier that is a phase ahead."""

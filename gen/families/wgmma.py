@@ -663,6 +663,11 @@ class WgmmaContext(KernelContext):
         return self.has_counters
 
     @property
+    def releases_late(self) -> bool:
+        """Whether an item's last release comes after dK and dV, as no key tile but a head's first waits for it then."""
+        return self.config.convert_last and not self.deterministic
+
+    @property
     def has_counters(self) -> bool:
         return self.orders_dq or self.converts_dq
 

@@ -53,8 +53,7 @@ def test_what_others_have_shown_brings_a_search_nearer_to_the_best(configs: list
     sweep, other = landscape(PROBLEM, configs), landscape(OTHER, configs[::2])
     alone = replay(sweep, "learned", candidates=6, seeds=[1])
     taught = replay(sweep, "learned", candidates=6, seeds=[1], history=[other])
-    assert taught.median_gap < alone.median_gap
-    assert taught.median_gap <= 0.03
+    assert taught.median_gap < alone.median_gap / 3
 
 
 def test_what_misleads_is_dropped(configs: list[Config]) -> None:

@@ -243,10 +243,10 @@ def test_a_seed_is_drawn_and_told_where_none_is_given(database: Path) -> None:
 
 def test_searching_again_goes_on(database: Path) -> None:
     first, second = FakeBench(), FakeBench()
-    run_search(database, bench=first, trials=10)
-    result = run_search(database, bench=second, trials=10)
+    run_search(database, bench=first, trials=12)
+    result = run_search(database, bench=second, trials=12)
     assert not set(first.verified) & set(second.verified)
-    assert (result.counts.earlier, result.counts.decided) == (10, 10)
+    assert (result.counts.earlier, result.counts.decided) == (12, 12)
 
 
 def test_the_space_is_exhausted_and_no_more(database: Path) -> None:
@@ -266,13 +266,13 @@ def test_the_space_is_exhausted_and_no_more(database: Path) -> None:
 def test_a_stored_time_answers_for_a_candidate(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a new study (here: of a changed space) what is stored under the same conditions is not measured again."""
     first, second = FakeBench(), FakeBench()
-    run_search(database, bench=first, trials=10, sampler="exhaustive")
+    run_search(database, bench=first, trials=12, sampler="exhaustive")
     monkeypatch.setattr("bwdtune.tuner.search.tuning.space_hash", lambda: "another")
-    result = run_search(database, bench=second, trials=10, sampler="exhaustive")
+    result = run_search(database, bench=second, trials=12, sampler="exhaustive")
     assert second.verified == []
-    assert result.counts.stored == result.counts.decided == 10
+    assert result.counts.stored == result.counts.decided == 12
     assert sum("the search space is not that" in note for note in result.notes) == 1
-    assert len(trials(database)) == 20, "the old rows are kept"
+    assert len(trials(database)) == 24, "the old rows are kept"
 
 
 def test_other_text_of_the_same_machine_code_is_not_measured_again(

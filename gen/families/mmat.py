@@ -29,8 +29,6 @@ _PITCH_BYTES = 128  # of a panel's row
 _STAGGERED_WARPS = 8  # two for each of an SM's sub-partitions, which a block's warps go round
 _SKIPPED_TILES = 0.3  # of t64, measured: 0.2 on an H200, 0.5 at the pace of a 5090
 _COMPUTING_WARPS = 8  # beside a loading one
-_LOADING_THREADS = 128
-_LOADING_REGISTERS, _COMPUTING_REGISTERS = 24, 240  # of 168 x 384 that a block of three warpgroups is launched with
 _WORKING_REGISTERS = 31  # all addresses; measured: more than 224 others spill
 _WORKING_REGISTERS_BESIDE_LOADER = 16  # without those of the copies: 224 others again
 
@@ -43,6 +41,12 @@ class TransposedMmaConfig(Config):
     group: ClassVar[str] = "mma"
     features: ClassVar[frozenset[str]] = frozenset(FEATURES)
     has_probe: ClassVar[bool] = True
+
+    # Of a loading warp's warpgroup; the template has them from here. The launch gives 168 registers to each thread.
+    loading_threads: ClassVar[int] = 128
+    loading_registers: ClassVar[int] = 24  # of a thread
+    computing_registers: ClassVar[int] = 240  # what is then left to the others
+
     contradictions: ClassVar[tuple[Contradiction, ...]] = (
         Contradiction(
             ("query_groups", "exchange"),
@@ -270,23 +274,14 @@ class TransposedMmaConfig(Config):
 
     @property
     def threads(self) -> int:
-        return 32 * self.num_warps + (_LOADING_THREADS if self.loading_warp else 0)
+        return 32 * self.num_warps + (self.loading_threads if self.loading_warp else 0)
 
     @property
     def divides_registers(self) -> bool:
         return self.loading_warp
 
-    @property
-    def loading_registers(self) -> int:
-        """Registers of a thread of the loading warp's warpgroup, and of a computing thread beside it."""
-        return _LOADING_REGISTERS
-
-    @property
-    def computing_registers(self) -> int:
-        return _COMPUTING_REGISTERS
-
     def register_limit(self, device: Device) -> int:
-        return _COMPUTING_REGISTERS if self.loading_warp else super().register_limit(device)
+        return self.computing_registers if self.loading_warp else super().register_limit(device)
 
     @property
     def exchanges(self) -> bool:
@@ -360,8 +355,8 @@ class TransposedMmaConfig(Config):
             return "a sink may leave all of a row's P below fp16's normal range: dS has to be made of P in fp32"
         if self.skip_masked and problem.mask == FULL:
             return "there is no mask that would leave tiles to be skipped"
-        if self.loading_warp and (needed := self.registers(problem)) > _COMPUTING_REGISTERS:
-            return f"about {needed} registers a thread: beside a loading warp there are {_COMPUTING_REGISTERS}"
+        if self.loading_warp and (needed := self.registers(problem)) > self.computing_registers:
+            return f"about {needed} registers a thread: beside a loading warp there are {self.computing_registers}"
         if self.p_first and problem.softcap and problem.bias_grad:
             return "with P first, P times the cap's derivative is kept for dS, and dBias needs P itself"
         return None
